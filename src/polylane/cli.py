@@ -59,8 +59,8 @@ class _Sentences(TyperGroup):
             code = _say(clean_sentence(_plain(error.format_message())), 2)  # type: ignore[attr-defined]
         except PolylaneError as error:
             # What failed for want of memory or files is said as such, whatever was being done.
-            told = (error.__cause__ and explain_refusal(error.__cause__, None)) or error
-            code = _say(str(told), 1 if isinstance(told, PolylaneFault) else 2)
+            failure = (error.__cause__ and explain_refusal(error.__cause__, None)) or error
+            code = _say(str(failure), 1 if isinstance(failure, PolylaneFault) else 2)
         except WorkerFailed as error:
             code = _say(str(error), 1)
         except Stopped as stopped:
@@ -68,7 +68,7 @@ class _Sentences(TyperGroup):
         except (typer.Abort, KeyboardInterrupt):
             code = INTERRUPTED
         except Exception as error:
-            command = next((each for each in kwargs.get("args") or sys.argv[1:] if not each.startswith("-")), "")
+            command = next((word for word in kwargs.get("args") or sys.argv[1:] if not word.startswith("-")), "")
             if (refused := explain_refusal(error, None)) is not None:
                 code = _say(str(refused), 2)
             elif (fault := explain_fault(error, f"polylane {command}".rstrip())) is not None:
@@ -91,8 +91,8 @@ def _describe_foreign_exit(leaving: BaseException) -> str | None:
     frame = traceback.extract_tb(leaving.__traceback__)[-1]
     if Path(frame.filename).is_relative_to(Path(__file__).parent):
         return None
-    what = f"sys.exit({format_exit_code(leaving)})" if isinstance(leaving, SystemExit) else describe_error(leaving)
-    return f"{what} at {frame.filename}:{frame.lineno} ended the command before it was done"
+    ending = f"sys.exit({format_exit_code(leaving)})" if isinstance(leaving, SystemExit) else describe_error(leaving)
+    return f"{ending} at {frame.filename}:{frame.lineno} ended the command before it was done"
 
 
 # Messages of typer and pydantic, and the plainer words that replace them.
@@ -106,8 +106,8 @@ _PLAIN = (
 
 
 def _plain(message: str) -> str:
-    for said, plain in _PLAIN:
-        message = re.sub(said, plain, message)
+    for pattern, plain in _PLAIN:
+        message = re.sub(pattern, plain, message)
     return message
 
 

@@ -32,8 +32,8 @@ Workers = Annotated[
 
 
 def _parse_workers(text: str) -> WorkerRange:
-    fewest, colon, most = text.partition(":")
-    numbers = [int(each) for each in (fewest, most) if each.isascii() and each.isdecimal() and len(each) < 8]
+    fewest, colon, maximum = text.partition(":")
+    numbers = [int(part) for part in (fewest, maximum) if part.isascii() and part.isdecimal() and len(part) < 8]
     if len(numbers) != 1 + bool(colon) or not 1 <= numbers[0] <= numbers[-1] <= 2**20:
         raise typer.BadParameter("give a number of workers (4), or the fewest and the most (2:4)")
     return WorkerRange(numbers[0] if colon else None, numbers[-1])

@@ -78,9 +78,9 @@ def train(
     """
     from polylane.commands import train as command
 
-    fewest, most = workers or (None, None)
+    fewest, maximum = workers or (None, None)
     shared: dict[str, Any] = {"recipe": recipe, "batch": batch, "settings": tuple(set_ or ()), "seed": seed}
-    split: dict[str, Any] = {"workers": most, "plan": plan, "clip_norm": clip_norm, "json": json, "audit": audit}
+    split: dict[str, Any] = {"workers": maximum, "plan": plan, "clip_norm": clip_norm, "json": json, "audit": audit}
     length: dict[str, Any] = {"epochs": epochs, "steps": steps, "drop_last": drop_last, "run_folder": run}
     request = TrainRequest(
         **(shared | split | length | {"fewest_workers": fewest, "on_nan": "stop" if stop_on_nan else on_nan}),

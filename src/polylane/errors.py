@@ -143,9 +143,9 @@ class ActionFailed(Exception):
         return "".join(traceback.format_exception(self.__cause__))
 
     def __str__(self) -> str:
-        told = self.cause_traceback.strip().rsplit("\n", 1)[-1]
-        told = told.removeprefix(f"{__name__}.{PolylaneError.__name__}: ")  # a sentence for the user as it is
-        return f"rank {self.rank}{describe_place(self.stage, self.microbatch, self.module, self.source)}: {told}"
+        message = self.cause_traceback.strip().rsplit("\n", 1)[-1]
+        message = message.removeprefix(f"{__name__}.{PolylaneError.__name__}: ")  # a sentence for the user as it is
+        return f"rank {self.rank}{describe_place(self.stage, self.microbatch, self.module, self.source)}: {message}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (self.rank, self.stage, self.microbatch, self.module, self.source, self.cause_traceback)
@@ -186,8 +186,8 @@ def describe_place(stage: int | None, microbatch: int | None, module: str | None
         )
         if value is not None
     ]
-    place = f" at {', '.join(named)}" if named else ""
-    return place + (f" ({source})" if source else "")
+    location = f" at {', '.join(named)}" if named else ""
+    return location + (f" ({source})" if source else "")
 
 
 # ---- words for a sentence ------------------------------------------------------------------------------------------
@@ -212,28 +212,28 @@ def clean_text(text: str, keep: str = "") -> str:
         text: may come from a file, from the model's names or from another exception.
         keep: characters that stay as they are, such as the line breaks of a traceback.
     """
-    return _UNFIT.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
+    return _UNFIT.sub(lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text)
 
 
 def find_unfit(text: str) -> str | None:
     """Return the first character of a text that a terminal would obey, as an escape; None if there is none."""
-    found = _UNFIT.search(text)
-    return None if found is None else clean_text(found[0])
+    match = _UNFIT.search(text)
+    return None if match is None else clean_text(match[0])
 
 
 def clean_sentence(text: str) -> str:
     """Return a sentence on one line, clean, and with words and length within bounds."""
     text = clean_text(text.replace("\n", " "))
     if len(text) > _LONGEST_WORD:
-        text = re.sub(rf"\S{{{_LONGEST_WORD + 1},}}", lambda found: shorten_text(found[0], _LONGEST_WORD), text)
+        text = re.sub(rf"\S{{{_LONGEST_WORD + 1},}}", lambda match: shorten_text(match[0], _LONGEST_WORD), text)
     return shorten_text(text, _LONGEST_SENTENCE)
 
 
-def shorten_text(text: str, most: int) -> str:
-    """Return a text of about ``most`` characters at most: of a longer one the beginning, the end and the length."""
-    if len(text) <= most:
+def shorten_text(text: str, limit: int) -> str:
+    """Return a text of about ``limit`` characters at most: of a longer one the beginning, the end and the length."""
+    if len(text) <= limit:
         return text
-    return f"{text[: most * 2 // 3]}…({len(text):,} characters)…{text[-most // 4 :]}"
+    return f"{text[: limit * 2 // 3]}…({len(text):,} characters)…{text[-limit // 4 :]}"
 
 
 def describe_error(error: BaseException) -> str:
@@ -256,14 +256,14 @@ def read_text(error: BaseException) -> str:
         return f"its text cannot be told, for its __str__ raises {type(failed).__name__}"
 
 
-def format_value(given: object) -> str:
+def format_value(value: object) -> str:
     """Format a value for a sentence, shortened."""
-    if given is None:
+    if value is None:
         return "empty"
-    if isinstance(given, int) and abs(given) >= 10**_SHOWN:  # repr() refuses thousands of digits
+    if isinstance(value, int) and abs(value) >= 10**_SHOWN:  # repr() refuses thousands of digits
         return f"a number of more than {_SHOWN} digits"
     # A long text is cut before repr(), which would copy it whole.
-    text = clean_text(repr(given[: 2 * _SHOWN] if isinstance(given, str) else given))
+    text = clean_text(repr(value[: 2 * _SHOWN] if isinstance(value, str) else value))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
@@ -272,10 +272,10 @@ def format_plural(number: int, word: str) -> str:
     return f"{number} {word}" + ("" if number == 1 else "s")
 
 
-def suggest_name(name: str, known: Sequence[str]) -> str:
+def suggest_name(name: str, known_names: Sequence[str]) -> str:
     """Return "; did you mean ...?" if a known name is similar, else an empty text."""
-    begun = sorted(each for each in known if name and each.startswith(f"{name}-"))
-    if begun:  # the name is a prefix of several, such as "h100" of "h100-80g": suggest all of them
-        return f"; did you mean {' or '.join(begun)}?"
-    close = difflib.get_close_matches(name, known, 1)
+    completions = sorted(candidate for candidate in known_names if name and candidate.startswith(f"{name}-"))
+    if completions:  # the name is a prefix of several, such as "h100" of "h100-80g": suggest all of them
+        return f"; did you mean {' or '.join(completions)}?"
+    close = difflib.get_close_matches(name, known_names, 1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -31,7 +31,7 @@ _PACKAGE = Path(__file__).parent
 # What runs as an operator of the user's model.
 _OPERATORS = tuple(str(_PACKAGE / folder) + os.sep for folder in ("placement/kernels", "graph/operators"))
 _ENTRIES = ("polylane/faults.py", "progress/script_calls.py")  # call what users call
-_STANDARD = tuple(f"{place}/" for name in ("stdlib", "platstdlib") if (place := sysconfig.get_path(name)))
+_STANDARD = tuple(f"{folder}/" for name in ("stdlib", "platstdlib") if (folder := sysconfig.get_path(name)))
 
 
 class PolylaneFault(PolylaneError):
@@ -54,10 +54,10 @@ def explain_fault(error: BaseException, doing: str) -> PolylaneFault | None:
         return root
     if (frame := _find_fault(root)) is None:
         return None
-    place = "" if failed is None else describe_place(failed.stage, failed.microbatch, failed.module, failed.source)
+    location = "" if failed is None else describe_place(failed.stage, failed.microbatch, failed.module, failed.source)
     line = f"polylane/{Path(frame.filename).relative_to(_PACKAGE)} line {frame.lineno}"
     return PolylaneFault(
-        f"polylane itself failed in {doing}{place}: {describe_error(root)} at {line}; this is a fault of polylane: "
+        f"polylane itself failed in {doing}{location}: {describe_error(root)} at {line}; this is a fault of polylane: "
         f"{_keep_traceback(error)}"
     )
 
@@ -71,12 +71,12 @@ def _find_fault(error: BaseException) -> traceback.FrameSummary | None:
         frames.pop()
     if not frames or not Path(frames[-1].filename).is_relative_to(_PACKAGE):
         return None
-    last = frames[-1]
+    frame = frames[-1]
     # A name that there is not, or a value that no message carries; arguments that a function of ours does not take.
-    is_said = isinstance(error, (AttributeError, TypeError)) and (last.line or "").startswith("raise ")
-    is_of_call = isinstance(error, TypeError) and last.name == "call" and last.filename.endswith(_ENTRIES)
-    is_of_values = isinstance(error, _OF_VALUES) and last.filename.startswith(_OPERATORS)
-    return None if is_said or is_of_call or is_of_values else last
+    is_said = isinstance(error, (AttributeError, TypeError)) and (frame.line or "").startswith("raise ")
+    is_of_call = isinstance(error, TypeError) and frame.name == "call" and frame.filename.endswith(_ENTRIES)
+    is_of_values = isinstance(error, _OF_VALUES) and frame.filename.startswith(_OPERATORS)
+    return None if is_said or is_of_call or is_of_values else frame
 
 
 def _is_standard(file: str) -> bool:

@@ -51,13 +51,13 @@ class OutputFile(io.FileIO):
 
     def write(self, content: Any, /) -> int:
         """Write all, but for what cannot be written, which is dropped; return the number of bytes."""
-        left = memoryview(content).cast("B")
-        size = len(left)
+        remainder = memoryview(content).cast("B")
+        size = len(remainder)
         try:
-            while left:
+            while remainder:
                 self._wait_for_reader()
                 # None: the descriptor does not block, and somebody else has filled it meanwhile.
-                left = left[super().write(left if self.patience is None else left[:CHUNK]) or 0 :]
+                remainder = remainder[super().write(remainder if self.patience is None else remainder[:CHUNK]) or 0 :]
         except OSError as error:
             self._drop(error)
         return size

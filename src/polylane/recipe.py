@@ -181,11 +181,11 @@ def _import_name(name: str) -> ModuleType:
     except INTERRUPTIONS:
         raise
     except BaseException as error:
-        where = _find_source_file(name.partition(".")[0]) or _find_source_file(name)
+        path = _find_source_file(name.partition(".")[0]) or _find_source_file(name)
         _remove_from_path(added)
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise RecipeError(f"There is no recipe {name!r}: neither a Python file nor a module.") from error
-        raise RecipeError(_describe_import_error(error, where or Path(name))) from error
+        raise RecipeError(_describe_import_error(error, path or Path(name))) from error
 
 
 def _module_name(path: Path) -> str:
@@ -236,8 +236,8 @@ def _describe_import_error(error: BaseException, path: Path) -> str:
         return f"{shorten_path(Path(error.filename))}, line {error.lineno}: {kind}: {error.msg}."
     message = describe_message(error)
     line = deepest_own_line(error, path)
-    where = shorten_path(path) if line is None else f"{shorten_path(Path(line.filename))}, line {line.lineno}"
-    return f"{where}: {kind}: {message.rstrip('.')}."
+    location = shorten_path(path) if line is None else f"{shorten_path(Path(line.filename))}, line {line.lineno}"
+    return f"{location}: {kind}: {message.rstrip('.')}."
 
 
 def deepest_own_line(error: BaseException, path: Path) -> traceback.FrameSummary | None:
@@ -246,8 +246,8 @@ def deepest_own_line(error: BaseException, path: Path) -> traceback.FrameSummary
     It may be in a file beside the recipe at ``path``; site-packages are not the user's.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    own = (f for f in frames if Path(f.filename).is_relative_to(path.parent) and "site-packages" not in f.filename)
-    return next(reversed(list(own)), None)
+    lines = (f for f in frames if Path(f.filename).is_relative_to(path.parent) and "site-packages" not in f.filename)
+    return next(reversed(list(lines)), None)
 
 
 def shorten_path(path: Path) -> str:
@@ -262,8 +262,8 @@ def _collect_functions(module: ModuleType, path: Path) -> dict[str, Callable[...
     """Collect the recipe's functions by name, each checked to be callable with its arguments."""
     missing = [SIGNATURES[name] for name in REQUIRED if not hasattr(module, name)]
     if missing:
-        what = f"function {missing[0]}" if len(missing) == 1 else f"functions {'; '.join(missing)}"
-        raise RecipeError(f"{shorten_path(path)} lacks the {what}.")
+        names = f"function {missing[0]}" if len(missing) == 1 else f"functions {'; '.join(missing)}"
+        raise RecipeError(f"{shorten_path(path)} lacks the {names}.")
     functions = {}
     for name, signature in SIGNATURES.items():
         function = getattr(module, name, None)
@@ -299,16 +299,16 @@ def _parse_overrides(
     functions: Mapping[str, Callable[..., Any]], settings: Mapping[str, str], path: Path
 ) -> dict[str, dict[str, Any]]:
     """Return, for every function, the keyword arguments that the settings override."""
-    known = {name: _settable_defaults(name, function) for name, function in functions.items()}
+    defaults = {name: _settable_defaults(name, function) for name, function in functions.items()}
     overrides: dict[str, dict[str, Any]] = {name: {} for name in functions}
     # Names with a dot come last: model.layers is more precise than layers.
     for key, text in sorted(settings.items(), key=lambda item: "." in item[0]):
         function, _, argument = key.rpartition(".")
-        owners = [name for name in known if argument in known[name] and function in ("", name)]
+        owners = [name for name in defaults if argument in defaults[name] and function in ("", name)]
         if not owners:
-            raise RecipeError(_describe_unknown_setting(key, known, path))
+            raise RecipeError(_describe_unknown_setting(key, defaults, path))
         for owner in owners:
-            overrides[owner][argument] = _parse_value(f"{owner}.{argument}", text, known[owner][argument], path)
+            overrides[owner][argument] = _parse_value(f"{owner}.{argument}", text, defaults[owner][argument], path)
     return overrides
 
 
@@ -324,13 +324,13 @@ def _settable_defaults(name: str, function: Callable[..., Any]) -> dict[str, Any
     return {p.name: p.default for p in settable if p.default is not p.empty and p.kind in by_name}
 
 
-def _describe_unknown_setting(key: str, known: Mapping[str, Mapping[str, Any]], path: Path) -> str:
-    listing = [f"{name}.{argument} = {value!r}" for name in known for argument, value in known[name].items()]
+def _describe_unknown_setting(key: str, defaults: Mapping[str, Mapping[str, Any]], path: Path) -> str:
+    listing = [f"{name}.{argument} = {value!r}" for name in defaults for argument, value in defaults[name].items()]
     if not listing:
         return (
             f"{shorten_path(path)} has no setting {key!r}, nor any other: none of its functions has keyword arguments."
         )
-    names = [argument for arguments in known.values() for argument in arguments]
+    names = [argument for arguments in defaults.values() for argument in arguments]
     close = difflib.get_close_matches(key.rpartition(".")[2], names, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     return f"{shorten_path(path)} has no setting {key!r}{hint}; it has {', '.join(listing)}."

@@ -183,17 +183,17 @@ class _Builder:
         if not self._open:
             self._documents.append(value)
             return
-        inside = self._open[-1]
-        if isinstance(inside.value, list):
-            inside.value.append(value)
-        elif inside.key:
-            inside.value[inside.key.pop()] = value
+        container = self._open[-1]
+        if isinstance(container.value, list):
+            container.value.append(value)
+        elif container.key:
+            container.value[container.key.pop()] = value
         else:
-            if value in inside.lines:
-                twice = f"lines {inside.lines[value]} and {line}"
+            if value in container.lines:
+                twice = f"lines {container.lines[value]} and {line}"
                 raise PolylaneError(f"{value} is there twice, on {twice}: keep one")
-            inside.lines[value] = line
-            inside.key.append(value)
+            container.lines[value] = line
+            container.key.append(value)
 
     def _scalar(self, event: Any, line: int) -> Any:
         """Return what a scalar means: plain ones may be numbers, true, false or null, all others are text."""
@@ -230,12 +230,12 @@ class FileForm:
 
     name: str
     keys: Callable[[Sequence[int | str]], Sequence[str]]
-    figure: Callable[[Sequence[int | str]], str] = lambda place: "a number"
+    figure: Callable[[Sequence[int | str]], str] = lambda path: "a number"
 
 
 def first_error(error: pydantic.ValidationError) -> ErrorDetails:
     """Return the error to report: rather an unknown key than a missing one, which is mostly the same key misspelt."""
-    return min(error.errors(), key=lambda each: each["type"] == "missing")
+    return min(error.errors(), key=lambda detail: detail["type"] == "missing")
 
 
 def error_sentence(error: ErrorDetails, form: FileForm, data: object) -> str:
@@ -247,23 +247,23 @@ def error_sentence(error: ErrorDetails, form: FileForm, data: object) -> str:
         data: the file's mapping as the user wrote it.
     """
     at_key, kind = _KEY in error["loc"], error["type"]
-    where = [part for part in error["loc"] if part != _KEY]
-    key = ".".join(map(str, where)) or "the file"
+    path = [part for part in error["loc"] if part != _KEY]
+    key = ".".join(map(str, path)) or "the file"
     if kind == "missing":
         return f"{key} is missing"
     wrong_key = at_key and kind == "literal_error"
     if kind in ("extra_forbidden", "invalid_key") or wrong_key:
-        known = _listed(error) if wrong_key else form.keys(where[:-1])
+        known_keys = _listed(error) if wrong_key else form.keys(path[:-1])
         return (
             f"{key} is not a key of {form.name}; known there are "
-            f"{', '.join(known)}{suggest_name(str(where[-1]), known)}"
+            f"{', '.join(known_keys)}{suggest_name(str(path[-1]), known_keys)}"
         )
     if kind == "value_error" or "url" not in error:  # raised by a validator of our own models, already a sentence
         message = error["msg"].removeprefix("Value error, ")
         return f"{key}{' ' if message.startswith('must be') else ': '}{message}"
     # Pydantic's input may be converted already (a unit taken in): show what the file has.
-    given = error["input"] if at_key else _at(data, where, error["input"])
-    return f"{key} must be {_wanted(error, where, form)}, not {format_value(given)}"
+    value = error["input"] if at_key else _at(data, path, error["input"])
+    return f"{key} must be {_wanted(error, path, form)}, not {format_value(value)}"
 
 
 # What must be in a place, by the first word of pydantic's error type.
@@ -287,12 +287,12 @@ _BOUNDS = {
 }
 
 
-def _wanted(error: ErrorDetails, where: Sequence[int | str], form: FileForm) -> str:
+def _wanted(error: ErrorDetails, path: Sequence[int | str], form: FileForm) -> str:
     """Describe what must be in the place of a wrong value."""
-    kind, given, details = error["type"], error["input"], error.get("ctx", {})
+    kind, value, details = error["type"], error["input"], error.get("ctx", {})
     if kind == "literal_error":
-        *names, last = _listed(error)
-        return f"{', '.join(names)} or {last}" if names else last
+        *names, last_name = _listed(error)
+        return f"{', '.join(names)} or {last_name}" if names else last_name
     if kind in _BOUNDS:
         words, name = _BOUNDS[kind]
         limit = details[name]
@@ -303,9 +303,9 @@ def _wanted(error: ErrorDetails, where: Sequence[int | str], form: FileForm) -> 
         return "a mapping with the key kind"
     if kind == "union_tag_invalid":
         return f"of a kind that is known: {str(details['expected_tags']).replace(chr(39), '')}"
-    if kind.startswith("string") and isinstance(given, (int, float)):
-        return f"a name, in quotes where it reads like a number ('{given}')"
-    return _WANTED.get(kind.partition("_")[0]) or form.figure(where)
+    if kind.startswith("string") and isinstance(value, (int, float)):
+        return f"a name, in quotes where it reads like a number ('{value}')"
+    return _WANTED.get(kind.partition("_")[0]) or form.figure(path)
 
 
 def _listed(error: ErrorDetails) -> list[str]:
@@ -314,9 +314,9 @@ def _listed(error: ErrorDetails) -> list[str]:
     return [name.strip("' ") for name in listed.replace(" or ", ",").split(",")]
 
 
-def _at(data: object, where: Sequence[int | str], default: object) -> object:
+def _at(data: object, path: Sequence[int | str], default: object) -> object:
     """Return what is at a place of the file, as the user wrote it."""
-    for part in where:
+    for part in path:
         try:
             data = data[part]  # type: ignore[index]
         except (KeyError, IndexError, TypeError):

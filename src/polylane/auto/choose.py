@@ -49,20 +49,20 @@ def choose(
     Raises:
         PolylaneError: nothing fits into the devices' memory, or the batch is too small.
     """
-    most = max(workers)
+    max_workers = max(workers)
     graph = problem.capture(EXAMPLE)
     check_batch(graph, problem.samples)  # before anything is measured
     # Times of another type of device than the workers' would be wrong.
     measurable = all(parameter.device.type == cluster.device(0).type for parameter in problem.model.parameters())
-    profile = measure(graph, problem, most if copies else 1) if measurable else None
+    profile = measure(graph, problem, max_workers if copies else 1) if measurable else None
     try:
         return find_plans(
             problem.captured(graph, profile=profile),
             cluster,
             problem.samples,
             TrainingOptions(),
-            workers=most,
-            fewer=min(workers) < most,
+            workers=max_workers,
+            fewer=min(workers) < max_workers,
             fixed=fixed or NOTHING_FIXED,
         )
     except PolylaneError as error:
@@ -86,12 +86,12 @@ def measure(graph: Graph, problem: TrainingProblem, copies: int = 1) -> Profile 
         allocator.retain_freed_memory()  # nodes take longer where memory is mapped anew, which workers never do
     fewest = min_samples([graph]).samples
     sizes = sorted({max(fewest, -(-problem.samples // parts)) for parts in PARTS})
-    found = profiled(graph, model, objective.loss, objective.optimizer, leaves, rebuild, sizes)
+    profile = profiled(graph, model, objective.loss, objective.optimizer, leaves, rebuild, sizes)
     if copies < 2 or not on_cpu:
-        return found
+        return profile
     half = take_first_samples(leaves, max(fewest, problem.samples // 2))
     counts = {count for count in COPIES if count <= copies}
-    return replace(found, host_contention=together(model, objective.loss, half, rebuild, counts))
+    return replace(profile, host_contention=together(model, objective.loss, half, rebuild, counts))
 
 
 def announce_best(answer: SearchResult) -> Plan:

@@ -93,12 +93,12 @@ def parallelize(
     return _start_job(world, compiled, audit, example=example, clip_norm=clip_norm, seed=seed)
 
 
-def _start_job(world: World, compiled: CompiledTraining, audit: AuditMode, **how: Any) -> Job:
+def _start_job(world: World, compiled: CompiledTraining, audit: AuditMode, **options: Any) -> Job:
     """Say what is trained, and return this worker's job of it, whose steps are audited."""
     announce_training(compiled.plan, world)
-    audits = start_auditor(audit, compiled, world, **how)
+    audits = start_auditor(audit, compiled, world, **options)
     # Workers were not forked from one process: their models may differ, and rank 0's weights are broadcast.
-    job = Job(compiled, world, **how, same_weights=world.size == 1)
+    job = Job(compiled, world, **options, same_weights=world.size == 1)
     attach_audit(audits, job)
     world.progress.enter(Phase.SCRIPT)
     return job

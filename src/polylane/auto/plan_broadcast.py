@@ -51,14 +51,14 @@ def compute_on_rank0(world: World, find: Callable[[], T]) -> T:
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     assert group is not None
     world.authenticate_group(group)
-    found: Any = None  # (value, message of a user's mistake, message of another failure): one of them is not None
+    outcome: Any = None  # (value, message of a user's mistake, message of another failure): one of them is not None
     cause: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            found = (find(), None, None)
+            outcome = (find(), None, None)
         except Exception as error:
-            found, cause = (None, *_told(error)), error
-    value, refusal, reason = objects.broadcast(found, 0, group)
+            outcome, cause = (None, *_told(error)), error
+    value, refusal, reason = objects.broadcast(outcome, 0, group)
     dist.barrier(group=group)
     dist.destroy_process_group(group)
     if cause is not None:
@@ -67,8 +67,8 @@ def compute_on_rank0(world: World, find: Callable[[], T]) -> T:
         raise PolylaneError(refusal)
     if reason is not None:
         raise PeerLost(0, "waiting for its plan", reason)
-    first: T = value
-    return first
+    result: T = value
+    return result
 
 
 def _told(error: Exception) -> tuple[str | None, str | None]:

@@ -40,7 +40,7 @@ class RecordedProblem(TrainingProblem):
     @classmethod
     def of(cls, problem: TrainingProblem) -> RecordedProblem:
         """Return a problem that records its captures."""
-        return cls(**{each.name: getattr(problem, each.name) for each in fields(problem)})
+        return cls(**{field.name: getattr(problem, field.name) for field in fields(problem)})
 
     def capture(self, samples: int | None = None, objective: Objective | None = None) -> Graph:
         """Return the graph of one loss; see :meth:`TrainingProblem.capture`."""
@@ -51,14 +51,14 @@ class RecordedProblem(TrainingProblem):
 
 def describe_nodes(graph: Graph) -> tuple[Line, ...]:
     """Return what every node of a graph computes, constants included, as text that is equal on equal workers."""
-    nodes, found = {node.id: node for node in graph.nodes}, list[Line]()
-    for each in graph.code.fx.nodes:
-        role: Any = each.meta.get("role")
+    nodes, lines = {node.id: node for node in graph.nodes}, list[Line]()
+    for fx_node in graph.code.fx.nodes:
+        role: Any = fx_node.meta.get("role")
         constant = digest_tensor(graph.code.constants[role[1]]) if role is not None and role[0] == "constant" else ""
-        node = nodes.get(each.name)
+        node = nodes.get(fx_node.name)
         name = "" if node is None else f"{node.name} ({node.source})" if node.source else node.name
-        found.append((name, _OF_A_PROCESS.sub("", f"{each.format_node()} {role} {constant}")))
-    return tuple(found)
+        lines.append((name, _OF_A_PROCESS.sub("", f"{fx_node.format_node()} {role} {constant}")))
+    return tuple(lines)
 
 
 def find_difference(world: World, described: Described) -> str | None:
@@ -71,32 +71,32 @@ def find_difference(world: World, described: Described) -> str | None:
     Returns:
         The same on all workers; None if all are alike, or captured batches of different sizes.
     """
-    own = {
+    own_digests = {
         name: (samples, hashlib.sha256(repr(nodes).encode()).hexdigest())
         for name, (samples, nodes, _) in described.items()
     }
-    every = world.all_gather_object(own)
-    parting = [(rank, name) for rank, theirs in enumerate(every) for name in theirs if _parts(every[0], theirs, name)]
+    digests = world.all_gather_object(own_digests)
+    parting = [(rank, name) for rank, entry in enumerate(digests) for name in entry if _parts(digests[0], entry, name)]
     if not parting:
         return None
     rank, name = parting[0]
-    told = world.all_gather_object(described[name] if world.rank in (0, rank) else None)  # only now: they may be long
-    where = _describe(*told[0][1:], *told[rank][1:])
+    texts = world.all_gather_object(described[name] if world.rank in (0, rank) else None)  # only now: they may be long
+    detail = _describe(*texts[0][1:], *texts[rank][1:])
     return (
-        f"rank {rank} has another model or loss than rank 0: {where}; build both alike on every worker, and let code "
+        f"rank {rank} has another model or loss than rank 0: {detail}; build both alike on every worker, and let code "
         "that asks for the rank only print or log"
     )
 
 
-def _parts(first: Mapping[str, tuple[int, str]], other: Mapping[str, tuple[int, str]], name: str) -> bool:
-    return name in first and first[name][0] == other[name][0] and first[name] != other[name]
+def _parts(reference: Mapping[str, tuple[int, str]], digests: Mapping[str, tuple[int, str]], name: str) -> bool:
+    return name in reference and reference[name][0] == digests[name][0] and reference[name] != digests[name]
 
 
-def _describe(first: Sequence[Line], notes: Sequence[str], second: Sequence[Line], others_notes: Sequence[str]) -> str:
+def _describe(lines: Sequence[Line], notes: Sequence[str], second: Sequence[Line], others_notes: Sequence[str]) -> str:
     """Return where two graphs part: by a note on the user's Python that only one has, or else by a node."""
-    for who, note in (*(("on rank 0", each) for each in notes if each not in others_notes),
-                      *(("there", each) for each in others_notes if each not in notes)):  # fmt: skip
+    for who, note in (*(("on rank 0", note) for note in notes if note not in others_notes),
+                      *(("there", note) for note in others_notes if note not in notes)):  # fmt: skip
         return f"{who} {note}"
-    pairs = [pair for pair in zip_longest(first, second, fillvalue=("", "")) if pair[0] != pair[1]]
-    names = [next((name for name, _ in (mine, others) if name), "") for mine, others in pairs]
+    pairs = [pair for pair in zip_longest(lines, second, fillvalue=("", "")) if pair[0] != pair[1]]
+    names = [next((name for name, _ in (line, other_line) if name), "") for line, other_line in pairs]
     return f"they part at {next(filter(None, names), 'a constant')}"

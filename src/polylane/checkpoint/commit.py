@@ -29,13 +29,13 @@ def list_steps(root: str, form: re.Pattern[str] = STEP) -> list[tuple[int, str]]
     Raises:
         OSError: what is in the folder cannot be read.
     """
-    found = []
+    steps = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(root):
             folder = os.path.join(root, name)
             if (match := form.match(name)) and _may_exist(os.path.join(folder, MANIFEST)):
-                found.append((int(match[1]), folder))
-    return sorted(found)
+                steps.append((int(match[1]), folder))
+    return sorted(steps)
 
 
 def _may_exist(path: str) -> bool:
@@ -76,8 +76,8 @@ def commit_folder(root: str, unfinished: str, step: int, manifest: str, keep: in
         os.rename(folder, _removed_name(root))
     os.rename(unfinished, folder)
     _sync_folder(root)
-    others = [each for _, each in list_steps(root) if each != folder]
-    for old in others[: max(len(others) + 1 - keep, 0)] if keep is not None else []:
+    other_folders = [path for _, path in list_steps(root) if path != folder]
+    for old in other_folders[: max(len(other_folders) + 1 - keep, 0)] if keep is not None else []:
         _put_aside(root, old)
     _remove_put_aside(root)
     return folder

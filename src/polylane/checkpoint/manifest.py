@@ -89,9 +89,9 @@ class SavedTensor(StrictMapping):
             volume += math.prod(chunk.shape)
         if volume != math.prod(self.shape):
             raise ValueError(f"its chunks hold {volume} elements, and the tensor has {math.prod(self.shape)}")
-        held = [Rectangle(chunk.offsets, chunk.shape) for chunk in self.chunks]
-        if not cover_once(self.shape, held):
-            raise ValueError(_describe_overlap(self.chunks, find_overlap(held)))
+        rectangles = [Rectangle(chunk.offsets, chunk.shape) for chunk in self.chunks]
+        if not cover_once(self.shape, rectangles):
+            raise ValueError(_describe_overlap(self.chunks, find_overlap(rectangles)))
         return self
 
 
@@ -137,17 +137,17 @@ class Manifest(StrictMapping):
                         f"tensors.{name} has {size} bytes in {chunk.file}, which has {self.files[chunk.file]} bytes "
                         f"and {sizes[chunk.file] - size} of other tensors or chunks"
                     )
-        known = dict[str, set[tuple[str, tuple[int, ...], bool]]]()
-        for name, held in self.weights.items():
-            if held not in known:  # many names may have one tensor
-                every = [self.tensors[each] for each in self.variants_of(held)]
-                known[held] = {(each.dtype, each.shape, each.is_complex) for each in every}
-            forms = known[held]
+        all_forms = dict[str, set[tuple[str, tuple[int, ...], bool]]]()
+        for name, tensor_name in self.weights.items():
+            if tensor_name not in all_forms:  # many names may have one tensor
+                variants = [self.tensors[variant_name] for variant_name in self.variants_of(tensor_name)]
+                all_forms[tensor_name] = {(variant.dtype, variant.shape, variant.is_complex) for variant in variants}
+            forms = all_forms[tensor_name]
             if not forms:
-                raise ValueError(f"weights.{name} is held by {held}, which is not among its tensors")
+                raise ValueError(f"weights.{name} is held by {tensor_name}, which is not among its tensors")
             if len(forms) > 1:
                 raise ValueError(
-                    f"weights.{name} is held by {held}, whose replicas have {len(forms)} forms, expected one"
+                    f"weights.{name} is held by {tensor_name}, whose replicas have {len(forms)} forms, expected one"
                 )
         return self
 
@@ -201,12 +201,12 @@ def read_manifest(folder: Path) -> Manifest:
     return parse_manifest(text, str(path))
 
 
-def parse_manifest(text: str, where: str) -> Manifest:
+def parse_manifest(text: str, path: str) -> Manifest:
     """Parse the text of a manifest file.
 
     Args:
         text: content of the file.
-        where: path of the file, for errors.
+        path: path of the file, for errors.
 
     Raises:
         PolylaneError: it is not as it was written.
@@ -214,41 +214,41 @@ def parse_manifest(text: str, where: str) -> Manifest:
     try:
         outer = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PolylaneError(f"checkpoint {where}: is no JSON ({str(error)[:80]}): it was cut off or edited") from None
+        raise PolylaneError(f"checkpoint {path}: is no JSON ({str(error)[:80]}): it was cut off or edited") from None
     form = outer.get("polylane_checkpoint") if isinstance(outer, dict) else None
     if form != 1 or isinstance(form, bool):
         raise PolylaneError(
-            f"checkpoint {where}: its form is {str(form)[:40]!r}, and this version of polylane reads form 1"
+            f"checkpoint {path}: its form is {str(form)[:40]!r}, and this version of polylane reads form 1"
         )
     if set(outer) != {"polylane_checkpoint", "digest", "content"}:
         has = ", ".join(sorted(outer))[:80]
         raise PolylaneError(
-            f"checkpoint {where}: has {has}, expected content, digest, polylane_checkpoint: it was edited"
+            f"checkpoint {path}: has {has}, expected content, digest, polylane_checkpoint: it was edited"
         )
     try:
-        found = _digest(json.dumps(outer["content"], separators=(",", ":"), allow_nan=False))
+        digest = _digest(json.dumps(outer["content"], separators=(",", ":"), allow_nan=False))
     except (ValueError, RecursionError):
-        found = "of what no checkpoint has"
-    if found != outer["digest"]:
+        digest = "of what no checkpoint has"
+    if digest != outer["digest"]:
         raise PolylaneError(
-            f"checkpoint {where}: was changed after it was written: its digest is {found}, expected "
+            f"checkpoint {path}: was changed after it was written: its digest is {digest}, expected "
             f"{str(outer['digest'])[:64]}"
         )
     try:
         return Manifest.model_validate_json(json.dumps(outer["content"]))
     except pydantic.ValidationError as error:
         sentence = error_sentence(first_error(error), _FORM, outer["content"])
-        raise PolylaneError(f"checkpoint {where}: {sentence}") from None
+        raise PolylaneError(f"checkpoint {path}: {sentence}") from None
 
 
 def _describe_overlap(chunks: tuple[Chunk, ...], overlap: tuple[int, int] | None) -> str:
     """Say which chunks of a tensor hold an element twice, so that others are in none."""
     if overlap is None:
         return f"some of its elements are in two of its {len(chunks)} chunks, others in none, expected each in one"
-    one, other = (chunks[place] for place in overlap)
-    element = list(map(max, one.offsets, other.offsets))
+    chunk, twin = (chunks[index] for index in overlap)
+    element = list(map(max, chunk.offsets, twin.offsets))
     return (
-        f"its element {element} is in {one.key} of {one.file} and in {other.key} of {other.file}, expected each "
+        f"its element {element} is in {chunk.key} of {chunk.file} and in {twin.key} of {twin.file}, expected each "
         "element in one chunk"
     )
 
@@ -257,4 +257,4 @@ def _digest(content: str) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-_FORM = FileForm("a checkpoint's manifest", lambda place: list(Manifest.model_fields))
+_FORM = FileForm("a checkpoint's manifest", lambda location: list(Manifest.model_fields))

@@ -93,27 +93,27 @@ class CheckpointReader:
             PolylaneError: the checkpoint does not have it, or it is damaged.
         """
         saved = self.find(name)
-        whole = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
-        self._fill_rectangle(name, saved, Rectangle((0,) * len(saved.shape), saved.shape), whole)
-        return whole
+        tensor = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+        self._fill_rectangle(name, saved, Rectangle((0,) * len(saved.shape), saved.shape), tensor)
+        return tensor
 
-    def _fill_rectangle(self, name: str, saved: SavedTensor, wanted: Rectangle, target: Tensor) -> None:
-        if any(o + n > size for o, n, size in zip(wanted.offsets, wanted.shape, saved.shape, strict=True)):
+    def _fill_rectangle(self, name: str, saved: SavedTensor, region: Rectangle, target: Tensor) -> None:
+        if any(o + n > size for o, n, size in zip(region.offsets, region.shape, saved.shape, strict=True)):
             raise PolylaneError(
                 f"checkpoint {self.folder}: {name} has the shape {list(saved.shape)}, and more is needed"
             )
-        found = 0
+        volume = 0
         for chunk in saved.chunks:
-            held = Rectangle(chunk.offsets, chunk.shape)
-            common = held.intersect(wanted)
+            chunk_region = Rectangle(chunk.offsets, chunk.shape)
+            common = chunk_region.intersect(region)
             if common is None:
                 continue
-            part = self.read_chunk(name, chunk, saved)[common.slices_in(held)]
-            target[common.slices_in(wanted)].copy_(part)
-            found += common.volume
-        if found != wanted.volume:
+            part = self.read_chunk(name, chunk, saved)[common.slices_in(chunk_region)]
+            target[common.slices_in(region)].copy_(part)
+            volume += common.volume
+        if volume != region.volume:
             raise PolylaneError(
-                f"checkpoint {self.folder}: chunks of {name} hold {found} elements of a part, expected {wanted.volume}"
+                f"checkpoint {self.folder}: chunks of {name} hold {volume} elements of a part, expected {region.volume}"
             )
 
     def read_chunk(self, name: str, chunk: Chunk, saved: SavedTensor) -> Tensor:
@@ -136,10 +136,10 @@ class CheckpointReader:
                 f"checkpoint {path}: {name} is {list(tensor.shape)} of {tensor.dtype}, expected {list(chunk.shape)} of "
                 f"{DTYPES[saved.dtype]}; {name_another(self.folder)}"
             )
-        found = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0
-        if found != chunk.checksum:
+        checksum = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0
+        if checksum != chunk.checksum:
             raise PolylaneError(
-                f"checkpoint {path}: {name} is damaged: its checksum is {found:08x}, expected {chunk.checksum:08x}; "
+                f"checkpoint {path}: {name} is damaged: its checksum is {checksum:08x}, expected {chunk.checksum:08x}; "
                 f"{name_another(self.folder)}"
             )
         self._latest = key, tensor
@@ -178,11 +178,11 @@ def read_weights(folder: Path, manifest: Manifest) -> Mapping[str, Tensor]:
         PolylaneError: the checkpoint is damaged.
     """
     reader = CheckpointReader(folder, manifest)
-    found = {}
-    for name, held in manifest.weights.items():
-        variants = manifest.variants_of(held)
-        first, *others = (reader.read_whole(each) for each in variants)
-        if others and first.is_floating_point():
-            first = (torch.stack([first, *others]).double().mean(0)).to(first.dtype)
-        found[name] = torch.view_as_complex(first) if reader.find(variants[0]).is_complex else first
-    return found
+    weights = {}
+    for name, tensor_name in manifest.weights.items():
+        variants = manifest.variants_of(tensor_name)
+        tensor, *other_tensors = (reader.read_whole(variant) for variant in variants)
+        if other_tensors and tensor.is_floating_point():
+            tensor = (torch.stack([tensor, *other_tensors]).double().mean(0)).to(tensor.dtype)
+        weights[name] = torch.view_as_complex(tensor) if reader.find(variants[0]).is_complex else tensor
+    return weights

@@ -52,7 +52,7 @@ class Rectangle:
 
     def slices_in(self, outer: Rectangle) -> tuple[slice, ...]:
         """Return where this rectangle lies in the tensor that holds an outer one."""
-        starts = [mine - theirs for mine, theirs in zip(self.offsets, outer.offsets, strict=True)]
+        starts = [offset - outer_offset for offset, outer_offset in zip(self.offsets, outer.offsets, strict=True)]
         return tuple(slice(start, start + length) for start, length in zip(starts, self.shape, strict=True))
 
 
@@ -76,7 +76,7 @@ def cover_once(shape: Sequence[int], rectangles: Iterable[Rectangle]) -> bool:
             value = value * (points[dim, begin + length] - points[dim, begin]) % _PRIME
         return value
 
-    total = sum(product(each.offsets, each.shape) for each in rectangles)
+    total = sum(product(rectangle.offsets, rectangle.shape) for rectangle in rectangles)
     return (total - product((0,) * len(shape), shape)) % _PRIME == 0
 
 
@@ -84,14 +84,14 @@ def find_overlap(rectangles: Sequence[Rectangle]) -> tuple[int, int] | None:
     """Return the places of two rectangles with common elements; None where none were found in bounded time."""
     # By where they begin in the first dimension: those that end before one begins are passed over for good.
     active, compared = list[int](), 0
-    for place in sorted(range(len(rectangles)), key=lambda place: rectangles[place].offsets[:1]):
-        one = rectangles[place]
-        if one.offsets:
-            active = [i for i in active if rectangles[i].offsets[0] + rectangles[i].shape[0] > one.offsets[0]]
-        for other in active:
-            if rectangles[other].intersect(one) is not None:
-                return other, place
-        active.append(place)
+    for index in sorted(range(len(rectangles)), key=lambda index: rectangles[index].offsets[:1]):
+        rectangle = rectangles[index]
+        if rectangle.offsets:
+            active = [i for i in active if rectangles[i].offsets[0] + rectangles[i].shape[0] > rectangle.offsets[0]]
+        for candidate in active:
+            if rectangles[candidate].intersect(rectangle) is not None:
+                return candidate, index
+        active.append(index)
         compared += len(active)
         if compared > _MOST_COMPARED:
             break
@@ -125,11 +125,11 @@ def cut_pieces(box: IndexBox, span: Span | None = None) -> list[LocalPiece]:
     shape = box_shape(box)
     if span is None:
         return list(_cut_block(box, (0,) * len(shape), shape, None))
-    found, start = list[LocalPiece](), 0
+    pieces, start = list[LocalPiece](), 0
     for offsets, block in cut_span(shape, *span):
-        found += _cut_block(box, offsets, block, start)
+        pieces += _cut_block(box, offsets, block, start)
         start += math.prod(block)
-    return found
+    return pieces
 
 
 def cut_span(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -140,17 +140,17 @@ def cut_span(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple
         yield ((begin,), (end - begin,)) if shape else ((), ())
         return
     row = math.prod(shape[1:])
-    (first, skipped), (last, rest) = divmod(begin, row), divmod(end, row)
-    if first == last:
-        yield from _in_row(first, cut_span(shape[1:], skipped, rest))
+    (first_row, skipped), (last_row, remainder) = divmod(begin, row), divmod(end, row)
+    if first_row == last_row:
+        yield from _in_row(first_row, cut_span(shape[1:], skipped, remainder))
         return
     if skipped:  # the end of a row
-        yield from _in_row(first, cut_span(shape[1:], skipped, row))
-        first += 1
-    if first < last:  # full rows
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    if rest:  # the beginning of a row
-        yield from _in_row(last, cut_span(shape[1:], 0, rest))
+        yield from _in_row(first_row, cut_span(shape[1:], skipped, row))
+        first_row += 1
+    if first_row < last_row:  # full rows
+        yield (first_row, *(0 for _ in shape[1:])), (last_row - first_row, *shape[1:])
+    if remainder:  # the beginning of a row
+        yield from _in_row(last_row, cut_span(shape[1:], 0, remainder))
 
 
 def _in_row(
@@ -171,14 +171,14 @@ def _cut_block(
         start: element of the local vector at which the block begins, or None.
     """
     # By dimension: (first global index, first index in the block, length) of every range in the block.
-    every = []
+    dim_parts = []
     for ranges, low, length in zip(box, offsets, block, strict=True):
-        found = []
-        for first, at, size in with_positions(ranges):
+        parts = []
+        for first_index, at, size in with_positions(ranges):
             begin, end = max(at, low), min(at + size, low + length)
             if begin < end:
-                found.append((first + begin - at, begin - low, end - begin))
-        every.append(found)
-    for choice in itertools.product(*every):
+                parts.append((first_index + begin - at, begin - low, end - begin))
+        dim_parts.append(parts)
+    for choice in itertools.product(*dim_parts):
         rectangle = Rectangle(tuple(c[0] for c in choice), tuple(c[2] for c in choice))
         yield LocalPiece(rectangle, start, block, tuple(slice(c[1], c[1] + c[2]) for c in choice))

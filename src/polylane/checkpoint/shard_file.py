@@ -62,7 +62,7 @@ def write_shard_file(
     """
     checksums = list[int]()
     with open(path, "xb", buffering=0) as file:
-        written = write_header(file, [(each.key, each.dtype, each.shape, each.size) for each in entries])
+        written = write_header(file, [(entry.key, entry.dtype, entry.shape, entry.size) for entry in entries])
         for entry in entries:
             checksum = 0
             for begin in range(entry.start, entry.start + entry.size, BLOCK):
@@ -73,7 +73,7 @@ def write_shard_file(
             checksums.append(checksum)
         before_block()
         os.fsync(file.fileno())
-    return WrittenFile(written + sum(each.size for each in entries), tuple(checksums))
+    return WrittenFile(written + sum(entry.size for entry in entries), tuple(checksums))
 
 
 def write_header(file: Any, tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> int:

@@ -142,9 +142,9 @@ def open_checkpoint(path: Path) -> tuple[Path, Manifest]:
             return newest, read_manifest(newest)
     if not os.path.lexists(path / MANIFEST) and (path / "metrics.jsonl").exists():
         weights = path / "model.safetensors"
-        ended = f"; the weights with which it ended are in {weights}" if weights.exists() else ""
+        hint = f"; the weights with which it ended are in {weights}" if weights.exists() else ""
         raise PolylaneError(
-            f"checkpoint {path}: this run has written no checkpoint: train with --save-every STEPS to have some{ended}"
+            f"checkpoint {path}: this run has written no checkpoint: train with --save-every STEPS to have some{hint}"
         )
     manifest = read_manifest(path)
     check_files(path, manifest)
@@ -158,20 +158,20 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         PolylaneError: one is missing or has another size; it names the file.
     """
     for name, size in manifest.files.items():
-        found, said = _measure_file(folder / name)
-        if found != size:
-            held = next(_held_in(manifest, name), "no tensor")
+        actual_size, description = _measure_file(folder / name)
+        if actual_size != size:
+            tensor_name = next(_held_in(manifest, name), "no tensor")
             raise PolylaneError(
-                f"checkpoint {folder / name}: {said}, expected {size} bytes; it holds {held} and others: "
+                f"checkpoint {folder / name}: {description}, expected {size} bytes; it holds {tensor_name} and others: "
                 f"{name_another(folder)}"
             )
 
 
 def name_another(folder: Path) -> str:
     """Return what to do about a checkpoint that is damaged: the path of the newest other one that is complete."""
-    for _, other in reversed(CheckpointStore(folder.parent).list_steps()):
-        if other.name != folder.name and not _why_incomplete(other):
-            return f"take another checkpoint, such as {other}"
+    for _, candidate in reversed(CheckpointStore(folder.parent).list_steps()):
+        if candidate.name != folder.name and not _why_incomplete(candidate):
+            return f"take another checkpoint, such as {candidate}"
     return f"take another checkpoint; {folder.parent} has no other complete one"
 
 
@@ -182,9 +182,9 @@ def _why_incomplete(folder: Path) -> str:
     except PolylaneError as error:
         return str(error)
     for name, size in files.items():
-        found, said = _measure_file(folder / name)
-        if found != size:
-            return f"checkpoint {folder / name}: {said}, expected {size} bytes"
+        actual_size, description = _measure_file(folder / name)
+        if actual_size != size:
+            return f"checkpoint {folder / name}: {description}, expected {size} bytes"
     return ""
 
 

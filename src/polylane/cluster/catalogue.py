@@ -33,9 +33,9 @@ def _file(name: str) -> dict[str, Any]:
 
 
 def _presets(named: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {name: {"kind": name, **_of(resolve_figures(given, {}, name))} for name, given in named.items()}
+    return {name: {"kind": name, **_of(resolve_figures(figures, {}, name))} for name, figures in named.items()}
 
 
-def _of(given: object) -> dict[str, Any]:
-    assert isinstance(given, dict)
-    return given
+def _of(figures: object) -> dict[str, Any]:
+    assert isinstance(figures, dict)
+    return figures

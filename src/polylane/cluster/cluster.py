@@ -118,8 +118,8 @@ class Cluster:
     @property
     def price(self) -> float:
         """Price of all devices per hour; 0 where it is not known."""
-        own = (group.device.price if group.price is None else group.price for group in self.hosts)
-        return sum(price * group.count * group.devices for price, group in zip(own, self.hosts, strict=True))
+        prices = (group.device.price if group.price is None else group.price for group in self.hosts)
+        return sum(price * group.count * group.devices for price, group in zip(prices, self.hosts, strict=True))
 
     def device(self, rank: int) -> Device:
         """Return the device of a rank, with its speed and price in this cluster."""
@@ -174,8 +174,8 @@ class Cluster:
     def span(self, ranks: Ranks) -> RankSpan:
         """Return the links that connect ranks, and how they are spread; groups that are spread alike share one span."""
         key = ranks if isinstance(ranks, (range, tuple)) else tuple(ranks)
-        found = self._spans.get(key)
-        if found is None:
+        span = self._spans.get(key)
+        if span is None:
             self._check(key)
             links = self.links
             between = {Level.RACK: links.hosts, Level.SITE: links.racks, Level.CLUSTER: links.sites}
@@ -188,8 +188,8 @@ class Cluster:
                 self._spans.clear()
             if len(self._shapes) >= _REMEMBERED:
                 self._shapes.clear()
-            found = self._spans[key] = self._shapes.setdefault(shape, new)
-        return found
+            span = self._spans[key] = self._shapes.setdefault(shape, new)
+        return span
 
     def level(self, ranks: Ranks) -> Level:
         """Return the level of the narrowest part of the tree that has all ranks."""
@@ -236,8 +236,8 @@ def ranks_along(degrees: Mapping[str, int], axis: str, rank: int = 0) -> range:
     inner = 1  # stride of the axis: the product of the degrees behind it
     for name in reversed(list(degrees)):
         if name == axis:
-            first = rank - rank // inner % degrees[axis] * inner
-            return range(first, first + degrees[axis] * inner, inner)
+            first_rank = rank - rank // inner % degrees[axis] * inner
+            return range(first_rank, first_rank + degrees[axis] * inner, inner)
         inner *= degrees[name]
     raise ValueError(f"{axis} is no axis of {', '.join(degrees)}")
 
@@ -246,13 +246,13 @@ def _host_blocks(hosts: tuple[Hosts, ...]) -> Iterator[HostBlock]:
     # A rack is known by its name and its site: racks of equal name in different sites are different.
     racks: dict[tuple[str, str], int] = {}
     sites: dict[str, int] = {}
-    first, first_host = 0, 0
+    first_rank, first_host = 0, 0
     for group in hosts:
         rack = racks.setdefault((group.site, group.rack), len(racks))
         site = sites.setdefault(group.site, len(sites))
-        block = HostBlock(first, first_host, group.count, group.devices, rack, site, group.link)
+        block = HostBlock(first_rank, first_host, group.count, group.devices, rack, site, group.link)
         yield block
-        first, first_host = block.end, first_host + group.count
+        first_rank, first_host = block.end, first_host + group.count
 
 
 def _check_links(hosts: tuple[Hosts, ...], links: Links) -> None:
@@ -263,10 +263,10 @@ def _check_links(hosts: tuple[Hosts, ...], links: Links) -> None:
     blocks = list(_host_blocks(hosts))
     racks = [sum(block.hosts for block in blocks if block.rack == rack) for rack in {block.rack for block in blocks}]
     sites = [len({b.rack for b in blocks if b.site == site}) for site in {block.site for block in blocks}]
-    for name, link, units, where in (
+    for name, link, units, description in (
         ("hosts", links.hosts, max(racks), "hosts of a rack"),
         ("racks", links.racks, max(sites), "racks of a site"),
         ("sites", links.sites, len(sites), "sites"),
     ):
         if link is None and units > 1:
-            raise PolylaneError(f"links.{name} is missing: nothing links the {units} {where}")
+            raise PolylaneError(f"links.{name} is missing: nothing links the {units} {description}")

@@ -67,8 +67,8 @@ def dump(cluster: Cluster) -> str:
 
 
 def _dump_hosts(group: Hosts) -> dict[str, Any]:
-    own = _to_plain(group.model_dump(exclude_defaults=True, exclude={"device", "link", "crowded"}))
-    data = {"count": group.count, "devices": group.devices, **own}
+    attributes = _to_plain(group.model_dump(exclude_defaults=True, exclude={"device", "link", "crowded"}))
+    data = {"count": group.count, "devices": group.devices, **attributes}
     data["device"] = _preset_or_figures(group.device, device_presets())
     if group.link is not None:
         data["link"] = _preset_or_figures(group.link, link_presets())
@@ -77,28 +77,28 @@ def _dump_hosts(group: Hosts) -> dict[str, Any]:
     return data
 
 
-def _preset_or_figures(given: Device | Link, presets: dict[str, dict[str, Any]]) -> str | dict[str, Any]:
+def _preset_or_figures(component: Device | Link, presets: dict[str, dict[str, Any]]) -> str | dict[str, Any]:
     """Return the name of the preset that a device or link equals, or its figures."""
-    preset = presets.get(given.kind)
-    if preset is not None and type(given).model_validate(preset) == given:
-        return given.kind
-    return dict(_to_plain(given.model_dump(exclude_defaults=True)))
+    preset = presets.get(component.kind)
+    if preset is not None and type(component).model_validate(preset) == component:
+        return component.kind
+    return dict(_to_plain(component.model_dump(exclude_defaults=True)))
 
 
-def _to_plain(given: Any) -> Any:
+def _to_plain(data: Any) -> Any:
     """Convert mappings and tuples to the dicts and lists that YAML has."""
-    if isinstance(given, Mapping):
-        return {key: _to_plain(value) for key, value in given.items()}
-    return [_to_plain(value) for value in given] if isinstance(given, tuple) else given
+    if isinstance(data, Mapping):
+        return {key: _to_plain(value) for key, value in data.items()}
+    return [_to_plain(value) for value in data] if isinstance(data, tuple) else data
 
 
-def _check_filled(given: object, place: str = "") -> None:
+def _check_filled(data: object, location: str = "") -> None:
     """Refuse keys without a value, at any depth: YAML reads them as null."""
-    if given is None:
-        raise PolylaneError(f"{place} is empty")
-    items = given.items() if isinstance(given, dict) else enumerate(given) if isinstance(given, list) else ()
+    if data is None:
+        raise PolylaneError(f"{location} is empty")
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
-        _check_filled(value, f"{place}.{key}" if place else str(key))
+        _check_filled(value, f"{location}.{key}" if location else str(key))
 
 
 def _resolve_file(data: dict[Any, Any]) -> dict[Any, Any]:
@@ -111,18 +111,18 @@ def _resolve_file(data: dict[Any, Any]) -> dict[Any, Any]:
     return data
 
 
-def _resolve_group(group: object, place: str) -> object:
+def _resolve_group(group: object, location: str) -> object:
     if not isinstance(group, dict):
         return group
     presets = {"device": device_presets(), "link": link_presets(), "crowded": link_presets()}
     return {
-        key: resolve_figures(v, presets[key], f"{place}.{key}") if key in presets else v for key, v in group.items()
+        key: resolve_figures(v, presets[key], f"{location}.{key}") if key in presets else v for key, v in group.items()
     }
 
 
-def _keys(place: Sequence[int | str]) -> list[str]:
+def _keys(location: Sequence[int | str]) -> list[str]:
     """Return the keys that a mapping at a place of a cluster file may have, for suggestions in errors."""
-    path = [str(part) for part in place if isinstance(part, str)]
+    path = [str(part) for part in location if isinstance(part, str)]
     models: dict[tuple[str, ...], type[pydantic.BaseModel]] = {
         (): _File,
         ("hosts",): Hosts,
@@ -134,4 +134,4 @@ def _keys(place: Sequence[int | str]) -> list[str]:
     return list(models.get(tuple(path), Link).model_fields)
 
 
-_FORM = FileForm("a cluster", _keys, lambda place: expected_figure(*map(str, reversed(place))))
+_FORM = FileForm("a cluster", _keys, lambda location: expected_figure(*map(str, reversed(location))))

@@ -35,28 +35,28 @@ _NAMES = ("kind", "preset")
 _CALLED: dict[Dimension, str] = {"size": "a size", "rate": "a rate", "time": "a time", "flops": "a rate of operations"}
 
 
-def resolve_figures(given: object, presets: Mapping[str, Mapping[str, Any]], place: str) -> object:
+def resolve_figures(entry: object, presets: Mapping[str, Mapping[str, Any]], location: str) -> object:
     """Resolve presets and units: a preset's name, a preset with some figures changed (key ``preset``), or figures.
 
     Args:
-        given: the value in the file, of any type.
+        entry: the value in the file, of any type.
         presets: figures of every preset, by name.
-        place: key of the value in the file, for errors.
+        location: key of the value in the file, for errors.
 
     Raises:
         PolylaneError: there is no such preset, or a text is no figure of the key's dimension.
     """
-    if isinstance(given, str):
-        return dict(_preset(given, presets, place))
-    if not isinstance(given, dict):
-        return given
-    own = {key: _figure(value, str(key), f"{place}.{key}") for key, value in given.items()}
-    if "preset" not in own:
-        return own
-    name = own.pop("preset")
+    if isinstance(entry, str):
+        return dict(_preset(entry, presets, location))
+    if not isinstance(entry, dict):
+        return entry
+    figures = {key: _figure(value, str(key), f"{location}.{key}") for key, value in entry.items()}
+    if "preset" not in figures:
+        return figures
+    name = figures.pop("preset")
     if not isinstance(name, str):
-        raise PolylaneError(f"{place}.preset must be a preset's name, not {format_value(name)}")
-    return {**_preset(name, presets, f"{place}.preset"), **own}
+        raise PolylaneError(f"{location}.preset must be a preset's name, not {format_value(name)}")
+    return {**_preset(name, presets, f"{location}.preset"), **figures}
 
 
 def expected_figure(*keys: str) -> str:
@@ -65,25 +65,25 @@ def expected_figure(*keys: str) -> str:
     return "a number" if dimension is None else f"{_CALLED[dimension]}, such as {EXAMPLES[dimension]}"
 
 
-def _preset(name: str, presets: Mapping[str, Mapping[str, Any]], place: str) -> Mapping[str, Any]:
+def _preset(name: str, presets: Mapping[str, Mapping[str, Any]], location: str) -> Mapping[str, Any]:
     if name not in presets:
-        known = f"known are {', '.join(presets)}{suggest_name(name, list(presets))}"
-        raise PolylaneError(f"{place}: there is no preset {format_value(name)}, {known}")
+        choices = f"known are {', '.join(presets)}{suggest_name(name, list(presets))}"
+        raise PolylaneError(f"{location}: there is no preset {format_value(name)}, {choices}")
     return presets[name]
 
 
-def _figure(given: object, key: str, place: str) -> object:
+def _figure(entry: object, key: str, location: str) -> object:
     """Convert text with a unit to a number; other types are returned unchanged, for pydantic to check."""
-    if isinstance(given, dict):  # such as flops by dtype: its values have the dimension of the outer key
-        return {inner: _figure(value, key, f"{place}.{inner}") for inner, value in given.items()}
-    if not isinstance(given, str) or key in _NAMES:
-        return given
-    found, dimension = figure(given), DIMENSIONS.get(key)
-    if found is None and dimension is None:
-        return given
-    if found is None or (dimension is not None and found[1] not in (dimension, None)):
-        raise PolylaneError(f"{place} must be {expected_figure(key)}, not {format_value(given)}")
-    value = found[0]
+    if isinstance(entry, dict):  # such as flops by dtype: its values have the dimension of the outer key
+        return {inner: _figure(value, key, f"{location}.{inner}") for inner, value in entry.items()}
+    if not isinstance(entry, str) or key in _NAMES:
+        return entry
+    parsed_figure, dimension = figure(entry), DIMENSIONS.get(key)
+    if parsed_figure is None and dimension is None:
+        return entry
+    if parsed_figure is None or (dimension is not None and parsed_figure[1] not in (dimension, None)):
+        raise PolylaneError(f"{location} must be {expected_figure(key)}, not {format_value(entry)}")
+    value = parsed_figure[0]
     # Sizes are whole bytes, and pydantic's strict counts refuse 80e9.
     return int(value) if dimension == "size" and value.is_integer() else value
 
@@ -126,10 +126,10 @@ def figure(text: str) -> tuple[float, Dimension | None] | None:
 
     Sizes are decimal ("GB" is 10^9 bytes) or binary ("GiB"); rates are of bytes ("GB/s") or of bits ("Gb/s").
     """
-    found = _FIGURE.fullmatch(text.strip())
-    if found is None:
+    match = _FIGURE.fullmatch(text.strip())
+    if match is None:
         return None
-    number, unit = float(found[1]), found[2]
+    number, unit = float(match[1]), match[2]
     if not unit:
         return (number, None) if math.isfinite(number) else None
     if unit not in _UNITS:

@@ -96,9 +96,9 @@ class Link(StrictMapping):
         """
         if not self.sums:
             return None
-        known = sorted(self.sums.items())
-        low, start = max((each for each in known if each[0] <= ranks), default=known[0])
-        high, end = min((each for each in known if each[0] > ranks), default=(low, start))
+        points = sorted(self.sums.items())
+        low, start = max((point for point in points if point[0] <= ranks), default=points[0])
+        high, end = min((point for point in points if point[0] > ranks), default=(low, start))
         return start if high <= low else start + (end - start) * max(0, ranks - low) / (high - low)
 
     def solo_bandwidth(self, kind: Kind, devices: int = 2) -> float:

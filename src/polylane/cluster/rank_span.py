@@ -132,12 +132,12 @@ def _spread(blocks: Sequence[HostBlock], ranks: Ranks) -> Iterator[_Spread]:
             yield block, Counter(hosts.values())
 
 
-def count_ranks_between(ranks: Ranks, first: int, end: int) -> int:
-    """Count the ranks from ``first`` up to, but not including, ``end``."""
+def count_ranks_between(ranks: Ranks, start: int, end: int) -> int:
+    """Count the ranks from ``start`` up to, but not including, ``end``."""
     if isinstance(ranks, range):
         ascending = ranks if ranks.step > 0 else ranks[::-1]
-        return _count_lower_ranks(ascending, end) - _count_lower_ranks(ascending, first)
-    return sum(first <= rank < end for rank in ranks)
+        return _count_lower_ranks(ascending, end) - _count_lower_ranks(ascending, start)
+    return sum(start <= rank < end for rank in ranks)
 
 
 def _count_lower_ranks(ranks: range, rank: int) -> int:
@@ -150,13 +150,13 @@ def _hosts_by_ranks(ranks: range, block: HostBlock) -> Counter[int]:
     step, devices = ranks.step, block.devices
     if len(ranks) == 1 or step >= devices:
         return Counter({1: len(ranks)})
-    first, last = ((rank - block.first) // devices for rank in (ranks[0], ranks[-1]))
+    first_host, last_host = ((rank - block.first) // devices for rank in (ranks[0], ranks[-1]))
     counts: Counter[int] = Counter()
     # Where the step divides the devices of a host, all hosts between the first and the last have equally many ranks.
-    whole = range(first + 1, last) if devices % step == 0 else range(0)
-    if whole:
-        counts[devices // step] = len(whole)
-    for host in {first, last} if devices % step == 0 else range(first, last + 1):
+    inner_hosts = range(first_host + 1, last_host) if devices % step == 0 else range(0)
+    if inner_hosts:
+        counts[devices // step] = len(inner_hosts)
+    for host in {first_host, last_host} if devices % step == 0 else range(first_host, last_host + 1):
         start = block.first + host * devices
         counts[count_ranks_between(ranks, start, start + devices)] += 1
     return counts
@@ -164,11 +164,11 @@ def _hosts_by_ranks(ranks: range, block: HostBlock) -> Counter[int]:
 
 def _links_inside_hosts(spread: Sequence[_Spread]) -> Iterator[LinkUse]:
     """Yield the links inside hosts with several ranks of the group, each link once."""
-    found: dict[int, tuple[Link, list[_Spread]]] = {}
+    spreads_by_link: dict[int, tuple[Link, list[_Spread]]] = {}
     for block, hosts in spread:
         if block.link is not None and max(hosts) > 1:
-            found.setdefault(id(block.link), (block.link, []))[1].append((block, hosts))
-    for link, parts in found.values():
+            spreads_by_link.setdefault(id(block.link), (block.link, []))[1].append((block, hosts))
+    for link, parts in spreads_by_link.values():
         edges = sum((count - 1) * number for _, hosts in parts for count, number in hosts.items())
         units = {(count, block.devices) for block, hosts in parts for count in hosts if count > 1}
         widest = max(count for count, _ in units)

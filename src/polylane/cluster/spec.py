@@ -54,19 +54,19 @@ def parse(text: str) -> Cluster:
 
 def _parse_line(text: str) -> Cluster:
     head, *items = (piece.strip() for piece in text.split(","))
-    found = _HEAD.fullmatch(head)
-    if found is None:
+    match = _HEAD.fullmatch(head)
+    if match is None:
         raise PolylaneError(f"{format_value(head)} is not of the form {_FORM}")
-    device, keys = found[4], split_pairs(items, list(_KEYS), "hosts=ethernet-25g")
-    given = (("sites", found[1] or "1"), ("hosts", found[2] or "1"), ("devices", found[3]))
-    sites, hosts, devices = (_parse_count(name, digits) for name, digits in given)
+    device, keys = match[4], split_pairs(items, list(_KEYS), "hosts=ethernet-25g")
+    fields = (("sites", match[1] or "1"), ("hosts", match[2] or "1"), ("devices", match[3]))
+    sites, hosts, devices = (_parse_count(name, digits) for name, digits in fields)
     if sites * hosts * devices > MOST:
-        each = f"{hosts} hosts of {devices} devices"
-        every = each if sites == 1 else f"{sites} sites of {each}"
-        raise PolylaneError(f"{every} are more than {MOST:,} devices, the most there can be")
+        site = f"{hosts} hosts of {devices} devices"
+        description = site if sites == 1 else f"{sites} sites of {site}"
+        raise PolylaneError(f"{description} are more than {MOST:,} devices, the most there can be")
     if device not in device_presets():
-        known = f"known are {', '.join(device_presets())}{suggest_name(device, list(device_presets()))}"
-        raise PolylaneError(f"there is no device {format_value(device)}, {known}")
+        choices = f"known are {', '.join(device_presets())}{suggest_name(device, list(device_presets()))}"
+        raise PolylaneError(f"there is no device {format_value(device)}, {choices}")
     # Inside a host and between hosts there are usual links; between sites there are none to assume.
     for key, linked in (("link", devices), ("hosts", hosts)):
         if linked > 1 and key not in keys:
@@ -74,8 +74,8 @@ def _parse_line(text: str) -> Cluster:
     if sites > 1 and "sites" not in keys:
         raise PolylaneError("sites is missing: say what links the sites, as in sites=internet-1g")
     links = {key: keys.pop(key) for key in ("hosts", "sites") if key in keys}
-    own = {key: _parse_number(key, value) for key, value in keys.items()}
-    group = {"count": hosts, "devices": devices, "device": device, **own}
+    figures = {key: _parse_number(key, value) for key, value in keys.items()}
+    group = {"count": hosts, "devices": devices, "device": device, **figures}
     names = [f"site{number}" for number in range(sites)] if sites > 1 else [""]
     return _build_cluster({"hosts": [{**group, "site": name} for name in names], "links": links})
 
@@ -86,15 +86,15 @@ def _build_cluster(data: dict[str, Any]) -> Cluster:
         return from_mapping(data)
     except PolylaneError as error:
         text = str(error)
-        key = next((key for key, place in _KEYS.items() if text.startswith(place)), None)
+        key = next((key for key, location in _KEYS.items() if text.startswith(location)), None)
         raise PolylaneError(text if key is None else key + text[len(_KEYS[key]) :]) from None
 
 
 def _usual_link(device: str, key: str) -> str:
     """Return the preset of the link that such devices usually have."""
     if device not in usual_links():
-        where = "the devices of a host" if key == "link" else "the hosts"
-        raise PolylaneError(f"{key} is missing: say what links {where}, as in {key}=ethernet-10g")
+        endpoints = "the devices of a host" if key == "link" else "the hosts"
+        raise PolylaneError(f"{key} is missing: say what links {endpoints}, as in {key}=ethernet-10g")
     return usual_links()[device][key]
 
 

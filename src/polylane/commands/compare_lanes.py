@@ -24,7 +24,7 @@ def print_comparison(request: LanesRequest, model: ComparedModel) -> None:
     """
     compared = compare_schedules(model)
     figures = compared.figures()
-    rows = [_row(each) for each in figures]
+    rows = [_row(figure) for figure in figures]
     title = f"schedules of {format_plural(figures[0]['stages'], 'stage')}"
     title += f" and {model.microbatches} microbatch{'es' if model.microbatches > 1 else ''}"
     title += f", {', '.join(map(str, model.replicas))} replicas in turn" if model.replicas else ""

@@ -47,18 +47,18 @@ def run(request: InspectRequest) -> None:
 
     limit_to_one_thread()
     problem = inputs.open_problem(recipe, request).problem
-    found: dict[str, Any] = {"recipe": request.recipe}
+    report: dict[str, Any] = {"recipe": request.recipe}
     if plan is None:
         graph = problem.capture()
-        found |= describe(graph)
+        report |= describe(graph)
     else:
         prepared, seconds = _prepared(problem, plan)
         graph = prepared.main_partition.graph
-        found |= {**describe(graph), **_cut(request, prepared, seconds)}
+        report |= {**describe(graph), **_cut(request, prepared, seconds)}
     if request.json:
-        printing.print_json(found)
+        printing.print_json(report)
     else:
-        _show(graph, found)
+        _show(graph, report)
 
 
 def _chosen(text: str, request: InspectRequest) -> Spec | Plan:
@@ -73,14 +73,14 @@ def _cut(request: InspectRequest, prepared: CompiledTraining, seconds: tuple[Bot
     from polylane.plan.plan_file import dump
 
     costs = price_stages(prepared, seconds, request.batch)
-    found = report_plan(prepared, costs, seconds, request.batch)
+    report = report_plan(prepared, costs, seconds, request.batch)
     if request.plan_file is not None:
         printing.write_text(request.plan_file, dump(prepared.plan))
-        found["file"] = str(request.plan_file)
+        report["file"] = str(request.plan_file)
     if request.svg is not None:
         printing.write_text(request.svg, swimlane.svg(step_at_best(prepared, costs)))
-        found["svg"] = str(request.svg)
-    return found
+        report["svg"] = str(request.svg)
+    return report
 
 
 def _prepared(problem: TrainingProblem, plan: Spec | Plan) -> tuple[CompiledTraining, tuple[Both, ...]]:
@@ -118,15 +118,15 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
     return table
 
 
-def _show(graph: Graph, found: dict[str, Any]) -> None:
+def _show(graph: Graph, report: dict[str, Any]) -> None:
     out = printing.console()
-    of = f"for {format_plural(graph.samples, 'sample')}" + (f": {found['share']}" if "plan" in found else "")
-    table = _table(f"{found['recipe']}, forward, {of}", "module", "nodes", "parameters", "FLOPs", "activations")
+    of = f"for {format_plural(graph.samples, 'sample')}" + (f": {report['share']}" if "plan" in report else "")
+    table = _table(f"{report['recipe']}, forward, {of}", "module", "nodes", "parameters", "FLOPs", "activations")
     for row in readable_rows(graph):
         name = row.module or "(the model itself)"
         table.add_row(name + (f"  x {row.modules}" if "*" in name else ""), *_numbers(asdict(row)))
     table.add_section()
-    table.add_row("all", *_numbers(found))
+    table.add_row("all", *_numbers(report))
     out.print(table)
     for alias, name in graph.tied.items():
         printing.print_line(f"{alias} is tied to {name}")
@@ -134,15 +134,15 @@ def _show(graph: Graph, found: dict[str, Any]) -> None:
         printing.print_line(f"note: {note}")
     if not graph.notes:
         print("everything was captured")
-    if "plan" in found:
+    if "plan" in report:
         print()
-        _show_cut(out, found)
-        show_splits(found["plan"], {axis: split["lines"] for axis, split in found["splits"].items()})
-    if "file" in found:
+        _show_cut(out, report)
+        show_splits(report["plan"], {axis: split["lines"] for axis, split in report["splits"].items()})
+    if "file" in report:
         print()
-        printing.print_line(f"{found['file']} has this plan")
-    if "svg" in found:
-        printing.print_line(f"{found['svg']} shows a step of it as these times let it be at best")
+        printing.print_line(f"{report['file']} has this plan")
+    if "svg" in report:
+        printing.print_line(f"{report['svg']} shows a step of it as these times let it be at best")
 
 
 def show_splits(plan: str, splits: Mapping[str, Sequence[str]]) -> None:
@@ -169,23 +169,23 @@ def _numbers(data: dict[str, Any]) -> list[str]:
     ]
 
 
-def _show_cut(out: Console, found: dict[str, Any]) -> None:
-    _show_stages(out, found)
-    print(f"utilization at best {found['utilization']:.1%}: by these times, if ranks waited for other stages alone")
-    meshes = [stage["mesh"] for stage in found["stages"]]
-    for edge in found["edges"]:
+def _show_cut(out: Console, report: dict[str, Any]) -> None:
+    _show_stages(out, report)
+    print(f"utilization at best {report['utilization']:.1%}: by these times, if ranks waited for other stages alone")
+    meshes = [stage["mesh"] for stage in report["stages"]]
+    for edge in report["edges"]:
         a, b = edge["from"], edge["to"]
         back = f", {printing.format_count(edge['back'], 'B')} back" if edge["back"] else ""
         print(
             f"stage {a} ({meshes[a]}) -> stage {b} ({meshes[b]}): {printing.format_count(edge['bytes'], 'B')} each "
             f"microbatch{back}"
         )
-    if not found["crossings"]:
+    if not report["crossings"]:
         print("no value crosses between stages")
         return
-    title = f"What crosses, for {format_plural(found['samples'], 'sample')}"
+    title = f"What crosses, for {format_plural(report['samples'], 'sample')}"
     crossings = _table(title, "value", "shape", "stages", "gradient", "bytes", left=4)
-    for crossing in found["crossings"]:
+    for crossing in report["crossings"]:
         crossings.add_row(
             crossing["value"],
             f"{crossing['dtype']} {' x '.join(map(str, crossing['shape']))}",
@@ -196,20 +196,20 @@ def _show_cut(out: Console, found: dict[str, Any]) -> None:
     out.print(crossings)
 
 
-def _show_stages(out: Console, found: dict[str, Any]) -> None:
+def _show_stages(out: Console, report: dict[str, Any]) -> None:
     # The columns "mesh" and "after" are needed only where meshes differ or stages branch.
-    alike = len({stage["mesh"] for stage in found["stages"]}) == 1
-    alike = alike and all(stage["after"] == list(range(n))[-1:] for n, stage in enumerate(found["stages"]))
-    apart = () if alike else ("mesh", "after")
-    named = ("stage", "workers", *apart, "first node", "last node")
-    stages = _table(found["plan"], *named, *_OF_A_RANK, left=len(named))
+    uniform = len({stage["mesh"] for stage in report["stages"]}) == 1
+    uniform = uniform and all(stage["after"] == list(range(n))[-1:] for n, stage in enumerate(report["stages"]))
+    extra_columns = () if uniform else ("mesh", "after")
+    named = ("stage", "workers", *extra_columns, "first node", "last node")
+    stages = _table(report["plan"], *named, *_OF_A_RANK, left=len(named))
     stages.columns[named.index("workers")].no_wrap = True
-    for stage in found["stages"]:
-        own = () if alike else (stage["mesh"], ", ".join(map(str, stage["after"])) or "-")
+    for stage in report["stages"]:
+        extra_cells = () if uniform else (stage["mesh"], ", ".join(map(str, stage["after"])) or "-")
         stages.add_row(
             str(stage["stage"]),
             printing.format_ranges(stage["devices"]),
-            *own,
+            *extra_cells,
             stage["first"],
             stage["last"],
             format_size(stage["parameter_bytes"]),

@@ -116,17 +116,17 @@ def _print_figures(timeline: Timeline, summary: dict[str, Any]) -> None:
     """Print the figures of each worker below the picture."""
     # "stage 0", or "rank 0 · stage 0, 4", whose first half is enough here.
     names = [row.label.partition(" · ")[0] for row in build_rows(timeline)]
-    own = ", ".join(
+    utilization = ", ".join(
         f"{format_percent(part)} on {name}" for part, name in zip(summary["worker_utilization"], names, strict=True)
     )
-    print(f"utilization from first to last pass: {own}")
+    print(f"utilization from first to last pass: {utilization}")
     live = ", ".join(
         f"{format_number(peak)} on {name}" for peak, name in zip(summary["peak_live_microbatches"], names, strict=True)
     )
     print(f"peak live microbatches: {live}")
     if (chunks := summary["chunks"]) > 1:
-        whole = format_number(timeline.makespan() / chunks)
-        print(f"ticks are of a chunk's passes: with {chunks} chunks to a stage's, as --compare has them, {whole} ticks")
+        total = format_number(timeline.makespan() / chunks)
+        print(f"ticks are of a chunk's passes: with {chunks} chunks to a stage's, as --compare has them, {total} ticks")
     if "origin" in summary:
         print(f"found from {summary['origin']}")
     if summary["schedule"] not in ASYNCHRONOUS:
@@ -134,7 +134,7 @@ def _print_figures(timeline: Timeline, summary: dict[str, Any]) -> None:
     steady = summary["steady_utilization"]
     print(f"utilization while the pipeline is full: {'never full' if steady is None else format_percent(steady)}")
     for key, title in (("weight_versions", "versions of weights"), ("staleness", "updates that weights lack")):
-        print(f"{title}: " + ", ".join(f"{each} on {name}" for each, name in zip(summary[key], names, strict=True)))
+        print(f"{title}: " + ", ".join(f"{value} on {name}" for value, name in zip(summary[key], names, strict=True)))
 
 
 # The command line's stages and durations -----------------------------------------------------------------------------
@@ -173,20 +173,20 @@ def _read_stages(request: LanesRequest) -> _Drawn:
     drawn = _chain(stages, *ticks) if stages.strip().lstrip("-").isdecimal() else _read(Path(stages), *ticks)
     chunks = request.chunks or DEFAULT_CHUNKS.get(request.schedule or "", 1)
     passes = drawn.graph.stages * request.microbatches * chunks * (request.batches or 1)
-    most = MOST_COMPARED if request.compare else MOST
-    if passes > most:
-        more = f" times --chunks {chunks}" if chunks > 1 else ""
-        more += f" times --batches {request.batches}" if request.batches else ""
+    limit = MOST_COMPARED if request.compare else MOST
+    if passes > limit:
+        terms = f" times --chunks {chunks}" if chunks > 1 else ""
+        terms += f" times --batches {request.batches}" if request.batches else ""
         raise PolylaneError(
-            f"--stages {stages} times --microbatches {request.microbatches}{more} are more than {most:,} passes, too "
+            f"--stages {stages} times --microbatches {request.microbatches}{terms} are more than {limit:,} passes, too "
             f"many to {'compare all schedules of' if request.compare else 'draw'}"
         )
     rows = drawn.graph.stages * max(_parse_replicas(request.replicas), default=1)
     many = f" times --replicas {request.replicas}" if request.replicas else ""
-    most = MOST_COMPARED_ROWS if request.compare else MOST_ROWS
-    if rows > most:
+    limit = MOST_COMPARED_ROWS if request.compare else MOST_ROWS
+    if rows > limit:
         raise PolylaneError(
-            f"--stages {stages}{many} are more than {most:,} workers, too many to "
+            f"--stages {stages}{many} are more than {limit:,} workers, too many to "
             f"{'compare all schedules of' if request.compare else 'draw'}"
         )
     return drawn
@@ -206,10 +206,10 @@ def _read(path: Path, forward: Ticks, backward: Ticks) -> _Drawn:
     Raises:
         PolylaneError: the file cannot be read, or a key or name is wrong.
     """
-    given = read(path, "stages").get("stages")
-    if not isinstance(given, dict) or not given:
+    stages = read(path, "stages").get("stages")
+    if not isinstance(stages, dict) or not stages:
         raise PolylaneError(f"stages {path}: stages must be a mapping from a stage's name to what it comes after")
-    names = [str(name) for name in given]
+    names = [str(name) for name in stages]
     if isinstance(forward, list) or isinstance(backward, list):
         raise PolylaneError(
             f"stages {path}: give durations that differ in the file, as forward, backward and weight of a stage"
@@ -217,26 +217,26 @@ def _read(path: Path, forward: Ticks, backward: Ticks) -> _Drawn:
     # The weight halves are those of the stages that say them, and half of the pass of the others.
     edges, halves = list[tuple[int, int]](), dict[int, float]()
     ticks = {"forward": [forward] * len(names), "backward": [backward] * len(names)}
-    for number, (name, stage) in enumerate(zip(names, given.values(), strict=True)):
-        where = f"stages {path}: stages.{name}"
+    for number, (name, stage) in enumerate(zip(names, stages.values(), strict=True)):
+        item = f"stages {path}: stages.{name}"
         for key, value in (stage if isinstance(stage, dict) else {} if stage is None else {"": stage}).items():
             if key in (*ticks, "weight") and isinstance(value, int | float) and not isinstance(value, bool):
                 (halves if key == "weight" else ticks[key])[number] = value
             elif key == "after" and isinstance(value, list):
-                for other in map(str, value):
-                    if other not in names:
-                        raise PolylaneError(f"{where}.after: there is no stage {other!r}, known are {', '.join(names)}")
-                    edges.append((names.index(other), number))
+                for source in map(str, value):
+                    if source not in names:
+                        raise PolylaneError(f"{item}.after: there is no stage {source!r}, known are {', '.join(names)}")
+                    edges.append((names.index(source), number))
             else:
-                known = "after: [names of stages], forward: ticks, backward: ticks and weight: ticks"
-                raise PolylaneError(f"{where}: a stage may say {known}, not {key}: {value}")
-    weight = [halves.get(number, whole / 2) for number, whole in enumerate(ticks["backward"])] if halves else None
+                keys = "after: [names of stages], forward: ticks, backward: ticks and weight: ticks"
+                raise PolylaneError(f"{item}: a stage may say {keys}, not {key}: {value}")
+    weight = [halves.get(number, duration / 2) for number, duration in enumerate(ticks["backward"])] if halves else None
     try:
         graph = StageGraph.of_edges(len(names), edges)
         return _Drawn(graph, ticks["forward"], ticks["backward"], weight, tuple(names))
     except CyclicStages as circle:
-        way = " -> ".join(names[stage] for stage in circle.stages)
-        raise PolylaneError(f"stages {path}: stages {way} wait for each other") from None
+        chain = " -> ".join(names[stage] for stage in circle.stages)
+        raise PolylaneError(f"stages {path}: stages {chain} wait for each other") from None
 
 
 def _parse_replicas(text: str | None) -> tuple[int, ...]:
@@ -262,11 +262,11 @@ def _ticks(option: str, text: str) -> Ticks:
 
 def _number(option: str, piece: str, text: str) -> float:
     try:
-        whole = piece.removeprefix("-").isdecimal() and len(piece) < len(str(MOST_TICKS))
-        found = int(piece) if whole else float(piece)
+        is_integer = piece.removeprefix("-").isdecimal() and len(piece) < len(str(MOST_TICKS))
+        value = int(piece) if is_integer else float(piece)
     except ValueError:
         several = "" if option == "--hop" else ", or one for each stage as in 1,2,1"
         raise PolylaneError(f"{option} takes a number of ticks{several}, not {text!r}") from None
-    if not -MOST_TICKS <= found <= MOST_TICKS:
+    if not -MOST_TICKS <= value <= MOST_TICKS:
         raise PolylaneError(f"{option} takes at most {MOST_TICKS:.0e} ticks, not {piece[:40]}")
-    return found
+    return value

@@ -73,7 +73,7 @@ def _large_batch(name: str, lr: float, parameters: Any) -> torch.optim.Optimizer
     return LARS(split_decay_groups(parameters, lr=lr * PLAIN), lr=lr, weight_decay=1e-4)
 
 
-def _refuse_one_alone(one: str, first: object, other: str, second: object, why: str) -> None:
+def _refuse_one_alone(option: str, first: object, other_option: str, second: object, why: str) -> None:
     if (first is None) != (second is None):
-        given, missing = (one, other) if second is None else (other, one)
-        raise PolylaneError(f"{given} goes with {missing}: {why}")
+        present, missing = (option, other_option) if second is None else (other_option, option)
+        raise PolylaneError(f"{present} goes with {missing}: {why}")

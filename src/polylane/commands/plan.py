@@ -57,31 +57,31 @@ def run(request: PlanRequest) -> None:
         fixed=fixed,
         reserve=reserve,
     )
-    kept = reserve.of(min(device.memory for device in cluster.devices(range(request.workers or cluster.count))))
-    told = advice.advise(answer)
+    free_bytes = reserve.of(min(device.memory for device in cluster.devices(range(request.workers or cluster.count))))
+    suggestions = advice.advise(answer)
     if output is not None:
         printing.write_text(output, dump(answer.ranked_plans[0].plan))
-    words = advice.advice_sentences(told, answer.ranked_plans[0], format_size)
+    words = advice.advice_sentences(suggestions, answer.ranked_plans[0], format_size)
     if request.json:
         printing.print_json(
             {
-                "plans": [_row(each, cluster) for each in answer.ranked_plans],
-                "advice": asdict(told),
+                "plans": [_row(ranked_plan, cluster) for ranked_plan in answer.ranked_plans],
+                "advice": asdict(suggestions),
                 "words": words,
                 "memory_limit": answer.wish.memory_limit,
-                "reserve": kept,
+                "reserve": free_bytes,
             }
         )
         return
-    _show(answer, cluster, [*words, _describe_limit(answer.wish.memory_limit, kept)])
+    _show(answer, cluster, [*words, _describe_limit(answer.wish.memory_limit, free_bytes)])
     if output is not None:
         printing.console().print(f"The best plan is in {output}: polylane train {request.recipe} --plan {output}")
 
 
-def _describe_limit(limit: float, kept: int) -> str:
+def _describe_limit(limit: float, free_bytes: int) -> str:
     """Describe how much memory plans may take, and how much they leave."""
-    rest = f", and leave {format_size(kept)} of it free (--reserve)" if kept else ""
-    return f"Plans take at most {format_size(limit)} of a device's memory{rest}."
+    reserve_note = f", and leave {format_size(free_bytes)} of it free (--reserve)" if free_bytes else ""
+    return f"Plans take at most {format_size(limit)} of a device's memory{reserve_note}."
 
 
 def _check_plan_can_say(method: TrainingOptions) -> None:
@@ -99,26 +99,26 @@ def _check_plan_can_say(method: TrainingOptions) -> None:
 def _parse_bytes(text: str) -> int:
     from polylane.cluster.figures import figure
 
-    found = figure(text)
-    if found is None or not found[0] > 0 or found[1] not in ("size", None):
+    parsed_figure = figure(text)
+    if parsed_figure is None or not parsed_figure[0] > 0 or parsed_figure[1] not in ("size", None):
         raise PolylaneError(f'--memory takes a size, as in "30 GB", not {text!r}')
-    return int(found[0])
+    return int(parsed_figure[0])
 
 
-def _row(found: RankedPlan, cluster: Cluster) -> dict[str, Any]:
-    prediction = found.prediction
+def _row(ranked_plan: RankedPlan, cluster: Cluster) -> dict[str, Any]:
+    prediction = ranked_plan.prediction
     worst = max((stage.memory for stage in prediction.stages), key=lambda memory: memory.total)
     return {
-        "plan": found.plan.spec,
-        "workers": found.plan.workers,
+        "plan": ranked_plan.plan.spec,
+        "workers": ranked_plan.plan.workers,
         "step_seconds": prediction.seconds,
         "samples_per_second": prediction.samples_per_second,
         "memory": worst.total,
         "utilization": prediction.utilization,
         "exposed_communication": prediction.exposed_communication,
         # The price of a cluster is per hour and for all of its devices; a plan pays for those that it uses.
-        "price": cluster.price * found.plan.workers / cluster.count * prediction.seconds / 3600,
-        "estimate_seconds": found.candidate.seconds,
+        "price": cluster.price * ranked_plan.plan.workers / cluster.count * prediction.seconds / 3600,
+        "estimate_seconds": ranked_plan.candidate.seconds,
     }
 
 
@@ -128,9 +128,9 @@ def _show(answer: SearchResult, cluster: Cluster, words: Sequence[str]) -> None:
     columns = ("plan", "workers", "step", "samples/s", "memory", "computing", "messages", "price")
     grid = printing.make_table(title, *columns, left=["plan"])
     grid.columns[0].overflow, grid.columns[0].ratio = "fold", 1
-    for found in answer.ranked_plans:
-        row = _row(found, cluster)
-        bound = "" if found is answer.ranked_plans[0] else "≤ "  # see _with_exact_memory
+    for ranked_plan in answer.ranked_plans:
+        row = _row(ranked_plan, cluster)
+        bound = "" if ranked_plan is answer.ranked_plans[0] else "≤ "  # see _with_exact_memory
         grid.add_row(
             Text(row["plan"]),
             str(row["workers"]),

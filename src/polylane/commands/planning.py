@@ -100,12 +100,12 @@ def _profile(graph: Graph, cluster: Cluster, path: str) -> Profile:
     from polylane.probe.profiles import load_profile
 
     device = cluster.device(0)
-    found = load_profile(graph, device)
-    if found is None:
+    profile = load_profile(graph, device)
+    if profile is None:
         raise PolylaneError(
             f"nothing was measured of {path} on {device.kind}: polylane probe --profile {path}, with the same --set"
         )
-    return found
+    return profile
 
 
 def _without_weights(recipe: Recipe) -> Any:
@@ -123,10 +123,10 @@ def tokens_per_sample(problem: TrainingProblem) -> int:
     """Return the tokens of one sample, the row length of a batch's first tensor if it is an integer matrix; else 0."""
     from torch import Tensor
 
-    first = next((leaf for leaf in problem.flat_example[0] if isinstance(leaf, Tensor)), None)
-    if first is None or first.is_floating_point() or first.dim() != 2:
+    first_tensor = next((leaf for leaf in problem.flat_example[0] if isinstance(leaf, Tensor)), None)
+    if first_tensor is None or first_tensor.is_floating_point() or first_tensor.dim() != 2:
         return 0
-    return int(first.shape[1])
+    return int(first_tensor.shape[1])
 
 
 def model_flops(graph: Graph, batch: int) -> float:
@@ -145,15 +145,15 @@ def sync_options(request: PredictRequest) -> dict[str, Any]:
     """
     from polylane.plan.sync import SUM
 
-    given = {name: getattr(request, name) for name in ("shard", "every") if getattr(request, name) is not None}
-    for name, value in given.items():
+    options = {name: getattr(request, name) for name in ("shard", "every") if getattr(request, name) is not None}
+    for name, value in options.items():
         if name == "every" and value < 1:
             raise PolylaneError(f"--every must be at least 1, not {value}")
         try:
             SUM.changed(**{name: value})
         except PolylaneError as error:
             raise PolylaneError(f"--{error}") from None  # the message begins with the option's name
-    return given
+    return options
 
 
 def patch_plan(plan: Spec | Plan, request: SimulateRequest) -> Spec | Plan:
@@ -167,8 +167,8 @@ def patch_plan(plan: Spec | Plan, request: SimulateRequest) -> Spec | Plan:
     from polylane.plan.spec import PRECISIONS, Spec
     from polylane.plan.sync import SUM
 
-    given = sync_options(request)
-    for name, value in given.items():
+    options = sync_options(request)
+    for name, value in options.items():
         planned = getattr(plan.sync, name)
         if planned not in (value, getattr(SUM, name)):
             raise PolylaneError(f"--{name} {value}, but the plan says {name}={planned}: leave one of them out")
@@ -179,11 +179,11 @@ def patch_plan(plan: Spec | Plan, request: SimulateRequest) -> Spec | Plan:
     _check_chunks(plan, request.chunks)
     # float16 is priced alone: no plan says it.
     precision = request.dtype if request.dtype in PRECISIONS else plan.precision
-    sync = plan.sync.changed(**given) if given else plan.sync
+    sync = plan.sync.changed(**options) if options else plan.sync
     recompute = plan.recompute if request.recompute is None else parse_recompute(request.recompute)
     if plan.recompute not in (NONE, recompute):
-        both = f"--recompute {request.recompute}, but the plan says recompute={format_recompute(plan.recompute)}"
-        raise PolylaneError(f"{both}: leave one of them out")
+        clash = f"--recompute {request.recompute}, but the plan says recompute={format_recompute(plan.recompute)}"
+        raise PolylaneError(f"{clash}: leave one of them out")
     plan = _with_schedule(plan, request.schedule, said=_says_schedule(plan, request.plan))
     if isinstance(plan, Plan):
         patched = plan.model_copy(update={"sync": sync, "precision": precision, "recompute": recompute})
@@ -216,9 +216,9 @@ def _check_chunks(plan: Spec | Plan, chunks: int | None) -> None:
     """
     from polylane.plan.plan import Plan
 
-    own = plan.most_chunks if isinstance(plan, Plan) else plan.chunks
-    if chunks is not None and own > 1 and chunks != own:
-        raise PolylaneError(f"--chunks {chunks}, but the plan says chunks={own}: leave one of them out")
+    plan_chunks = plan.most_chunks if isinstance(plan, Plan) else plan.chunks
+    if chunks is not None and plan_chunks > 1 and chunks != plan_chunks:
+        raise PolylaneError(f"--chunks {chunks}, but the plan says chunks={plan_chunks}: leave one of them out")
 
 
 def _says_schedule(plan: Spec | Plan, text: str) -> bool:
@@ -264,21 +264,21 @@ def fixed_keys(text: str | None, request: PredictRequest) -> FixedKeys:
     from polylane.plan.fixed_keys import FixedKeys, parse_fixed
 
     fixed = parse_fixed(text) if text else FixedKeys()
-    given = sync_options(request)
-    for name, value in given.items():
+    options = sync_options(request)
+    for name, value in options.items():
         if name in fixed.sync_keys and getattr(fixed.sync, name) != value:
             raise PolylaneError(f"--{name} {value}, but the plan says {name}={getattr(fixed.sync, name)}")
     if fixed.precision is not None and request.dtype not in (None, fixed.precision):
         raise PolylaneError(f"--dtype {request.dtype}, but the plan says precision={fixed.precision}")
     for name in ("schedule", "chunks", "recompute"):
-        asked, said = getattr(request, name), getattr(fixed, name)
-        if None not in (asked, said) and asked != said:
-            raise PolylaneError(f"--{name} {asked}, but the plan says {name}={said}")
+        option, plan_value = getattr(request, name), getattr(fixed, name)
+        if None not in (option, plan_value) and option != plan_value:
+            raise PolylaneError(f"--{name} {option}, but the plan says {name}={plan_value}")
     if request.chunks is not None and request.chunks < 1:
         raise PolylaneError(f"--chunks must be at least 1, not {request.chunks}")
-    asked = parse_fixed(f"recompute={request.recompute}") if request.recompute is not None else fixed
-    fixed = replace(fixed, recompute=asked.recompute)
-    return fixed.with_sync(**given).with_schedule(request.schedule, request.chunks)
+    option = parse_fixed(f"recompute={request.recompute}") if request.recompute is not None else fixed
+    fixed = replace(fixed, recompute=option.recompute)
+    return fixed.with_sync(**options).with_schedule(request.schedule, request.chunks)
 
 
 def reserve_of(request: PredictRequest) -> MemoryReserve:

@@ -101,10 +101,10 @@ def format_seconds(duration: float) -> str:
     """Return the time of a whole run, whose fractions nobody asks for: ``3.2 s``, ``4 min 05 s``, ``2 h 03 min``."""
     if duration < 100:
         return f"{duration:.1f} s"
-    whole = round(duration)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    seconds = round(duration)
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60:02d} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
 
 
 def format_ranges(numbers: Sequence[int]) -> str:

@@ -52,12 +52,12 @@ def run(request: ProbeRequest, effort: Effort | None = None) -> None:
     limit_to_one_thread()
     count = usual_workers() if workers is None else workers
     check_workers(count)
-    found: dict[str, Any] = {"workers": count}
+    figures: dict[str, Any] = {"workers": count}
     if output is not None:
-        found |= _machine(output, count, effort, request.json)
-    kept = [_recipe(recipe, count) for recipe in request.recipes]
+        figures |= _machine(output, count, effort, request.json)
+    profiles = [_recipe(recipe, count) for recipe in request.recipes]
     if request.json:
-        print_json({**found, "profiles": kept})
+        print_json({**figures, "profiles": profiles})
 
 
 # ---- this machine ----------------------------------------------------------------------------------------------------
@@ -110,13 +110,13 @@ def _check_writable(path: Path) -> None:
     Raises:
         PolylaneError: the file cannot be written.
     """
-    there = path.exists()
+    existed = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Opened for appending, so that a file of an earlier probe is not lost if measuring fails.
         with path.open("a", encoding="utf-8"):
             pass
-        if not there:
+        if not existed:
             path.unlink()
     except OSError as error:
         raise PolylaneError(f"{path} cannot be written: {error.strerror or error}") from error
@@ -134,20 +134,20 @@ class _Display:
         self._progress: Progress | None = None
         self._done = 0
 
-    def __call__(self, what: str, parts: int) -> None:
+    def __call__(self, label: str, parts: int) -> None:
         """Count ``parts`` more parts of this work as done."""
         self._done += parts
         if not self._console.is_terminal:
-            if what != self._what:
-                print(f"measuring {what}", file=sys.stderr, flush=True)
-            self._what = what
+            if label != self._what:
+                print(f"measuring {label}", file=sys.stderr, flush=True)
+            self._what = label
             return
         if self._progress is None:
             columns = (TextColumn("measuring {task.description:16}"), BarColumn(), TaskProgressColumn())
             self._progress = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True)
-            self._task = self._progress.add_task(what, total=self._total)
+            self._task = self._progress.add_task(label, total=self._total)
             self._progress.start()
-        self._progress.update(self._task, description=what, completed=self._done)
+        self._progress.update(self._task, description=label, completed=self._done)
 
     def close(self) -> None:
         """Remove the bar from the terminal."""
@@ -168,8 +168,8 @@ def _recipe(request: RecipeRequest, workers: int) -> dict[str, Any]:
     if not request.json:
         print(f"measuring the operators of {path}", file=sys.stderr, flush=True)
     # With an accelerator a new process is needed, since CUDA does not work after a fork.
-    work = partial(_measure_worker, request, threads_per_worker(workers))
-    file, nodes, samples = (spawn_workers if accelerators() else fork_workers)(work, 1)[0]
+    worker = partial(_measure_worker, request, threads_per_worker(workers))
+    file, nodes, samples = (spawn_workers if accelerators() else fork_workers)(worker, 1)[0]
     seconds = time.perf_counter() - start
     if not request.json:
         sizes = ", ".join(map(str, samples))

@@ -40,11 +40,11 @@ class _Pace:
 
     def _left(self, step: int) -> str:
         now = time.monotonic()
-        first, since = self._first = self._first or (step, now)
+        first_step, since = self._first = self._first or (step, now)
         # There is no pace after a single step, and nothing left after the last one.
-        if self._steps is None or step in (first, self._steps):
+        if self._steps is None or step in (first_step, self._steps):
             return ""
-        return f"{format_seconds((now - since) / (step - first) * (self._steps - step))} left"
+        return f"{format_seconds((now - since) / (step - first_step) * (self._steps - step))} left"
 
 
 class Lines:

@@ -34,10 +34,10 @@ class WorkerRange(NamedTuple):
     most: int
 
 
-def default_restarts(given: int | None, workers: WorkerRange | None) -> int:
+def default_restarts(restarts: int | None, workers: WorkerRange | None) -> int:
     """Return how often workers are started again: as given, or else once for each that may be lost."""
-    if given is not None:
-        return given
+    if restarts is not None:
+        return restarts
     return 0 if workers is None or workers.fewest is None else workers.most - workers.fewest
 
 

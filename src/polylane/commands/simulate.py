@@ -47,18 +47,18 @@ def run(request: SimulateRequest) -> None:
     from polylane.planner.problem import build_cost_model, fit_plan, fit_to_meshes
 
     method = planning.method_of(request)
-    wanted = parse_auto(request.plan)
-    check(request, wanted)
-    plan = None if wanted is not None else planning.patch_plan(inputs.read_plan(request.plan), request)
+    auto_keys = parse_auto(request.plan)
+    check(request, auto_keys)
+    plan = None if auto_keys is not None else planning.patch_plan(inputs.read_plan(request.plan), request)
     # A plan file's placements hold for the layouts that are priced.
     pins = {axis: plan.pins(axis) for axis in plan.axes} if isinstance(plan, Plan) else {}
     cluster = slow_down_cluster(load_or_parse(request.cluster), request.slow)
-    if wanted is not None:
+    if auto_keys is not None:
         refuse_whole_reserve(cluster, cluster.count, planning.reserve_of(request))
     recipe = inputs.open_recipe(request)
     problem, captured = planning.capture_for_prediction(recipe, cluster, request, pins)
     if plan is None:
-        fixed = planning.fixed_keys(str(wanted), request)
+        fixed = planning.fixed_keys(str(auto_keys), request)
         method = keep_options(method, fixed)
         plan = announce_best(
             find_plans(captured, cluster, request.batch, method, fixed=fixed, reserve=planning.reserve_of(request))
@@ -74,38 +74,38 @@ def run(request: SimulateRequest) -> None:
     # Ranks that do the same are simulated once; a picture needs a lane for every rank.
     drawn = request.html is not None or request.svg is not None
     prediction = predict(basis, partition, fitted, request.batch, every=drawn)
-    found = {"recipe": str(recipe.path), **summary(captured.graph, cluster, prediction, method)}
+    facts = {"recipe": str(recipe.path), **summary(captured.graph, cluster, prediction, method)}
     if tokens := planning.tokens_per_sample(problem):
-        found["tokens_per_second"] = prediction.samples_per_second * tokens
-    found |= {"chunks": fitted.most_chunks, "every": prediction.period}
+        facts["tokens_per_second"] = prediction.samples_per_second * tokens
+    facts |= {"chunks": fitted.most_chunks, "every": prediction.period}
     if prediction.served is not None:
-        found["apart"] = prediction.served.apart
+        facts["apart"] = prediction.served.apart
     if request.breakdown:
-        found["breakdown"] = break_down_stages(basis, partition, prediction)
-    more = f" · the last of {prediction.period} steps" * (prediction.period > 1)
+        facts["breakdown"] = break_down_stages(basis, partition, prediction)
+    suffix = f" · the last of {prediction.period} steps" * (prediction.period > 1)
     for file, draw in ((request.html, swimlane.html), (request.svg, swimlane.svg)):
         if file is not None:
-            printing.write_text(file, draw(replace(prediction.timeline, title=f"{fitted.spec}{more} · predicted")))
+            printing.write_text(file, draw(replace(prediction.timeline, title=f"{fitted.spec}{suffix} · predicted")))
     if request.json:
-        printing.print_json(found)
+        printing.print_json(facts)
     else:
-        print_prediction(found)
+        print_prediction(facts)
 
 
-def check(request: SimulateRequest, wanted: FixedKeys | None) -> None:
+def check(request: SimulateRequest, auto_keys: FixedKeys | None) -> None:
     """Refuse combinations of options that no plan can have, before anything is captured.
 
     Args:
         request: the options that were given to ``polylane simulate``.
-        wanted: what a plan that is to be found must keep; None for a plan that is given.
+        auto_keys: what a plan that is to be found must keep; None for a plan that is given.
 
     Raises:
         PolylaneError: an option is out of range or excludes another; the message names it.
     """
     if request.chunks is not None and request.chunks < 1:
         raise PolylaneError(f"--chunks must be at least 1, not {request.chunks}")
-    if wanted is not None:
-        planning.fixed_keys(str(wanted), request)
+    if auto_keys is not None:
+        planning.fixed_keys(str(auto_keys), request)
     elif request.reserve is not None:
         raise PolylaneError("--reserve is for plans that are searched, with --plan auto: this plan is given")
 
@@ -165,7 +165,7 @@ def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: Trai
     plan, step = prediction.plan, prediction.seconds
     # Recomputation is left out, so that MFU compares plans by useful work.
     flops = planning.model_flops(graph, prediction.batch)
-    each = flops / (step * plan.workers) if step else 0.0
+    device_flops = flops / (step * plan.workers) if step else 0.0
     device = cluster.device(0)
     return {
         "plan": plan.spec,
@@ -176,8 +176,8 @@ def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: Trai
         "overlap_seconds": prediction.overlap,
         "samples_per_second": prediction.samples_per_second,
         "model_flops": flops,
-        "flops_per_second_per_device": each,
-        "mfu": each / device.peak(method.dtype),
+        "flops_per_second_per_device": device_flops,
+        "mfu": device_flops / device.peak(method.dtype),
         "utilization": prediction.utilization,
         "bubble": prediction.bubble,
         "exposed_communication": prediction.exposed_communication,
@@ -199,12 +199,12 @@ def sent_bytes(prediction: Prediction, cluster: Cluster) -> list[dict[str, Any]]
         return round(prediction.mean_over_period(lambda timeline: counted[id(timeline)][key]))
 
     lanes = {key: mean(key) for key in set().union(*counted.values())}
-    found = []
+    rows = []
     for kind in ("operators", "pipeline", "data"):
-        most = max((bytes_ for (own, _), bytes_ in lanes.items() if own == kind), default=0)
-        if most:
-            found.append({"traffic": kind, "level": _widest_level(prediction.plan, kind, cluster), "bytes": most})
-    return found
+        peak = max((bytes_ for (traffic, _), bytes_ in lanes.items() if traffic == kind), default=0)
+        if peak:
+            rows.append({"traffic": kind, "level": _widest_level(prediction.plan, kind, cluster), "bytes": peak})
+    return rows
 
 
 def _bytes(prediction: Prediction, timeline: Timeline) -> Counter[tuple[str, int]]:
@@ -228,13 +228,13 @@ def _bytes(prediction: Prediction, timeline: Timeline) -> Counter[tuple[str, int
 def _widest_level(plan: Plan, kind: str, cluster: Cluster) -> str:
     """Return the widest level of the cluster (host, rack, site, ...) that a kind of traffic crosses."""
     groups: list[Sequence[int]] = []
-    for stage, after in zip(plan.stages, [*plan.stages[1:], plan.stages[0]], strict=True):
-        first = stage.devices[0]
+    for stage, next_stage in zip(plan.stages, [*plan.stages[1:], plan.stages[0]], strict=True):
+        rank = stage.devices[0]
         if kind == "pipeline":
-            groups.append((first, after.devices[0]))
+            groups.append((rank, next_stage.devices[0]))
         else:
             axes = ("data",) if kind == "data" else ("sequence", "tensor")
-            groups.append(plan.group(first, axes))
+            groups.append(plan.group(rank, axes))
     # Traffic of a kind whose groups have one rank each: gradients of tied weights, or statistics that replicas share.
     if all(len(set(group)) == 1 for group in groups):
         groups = [range(plan.workers)]
@@ -242,16 +242,16 @@ def _widest_level(plan: Plan, kind: str, cluster: Cluster) -> str:
 
 
 def _stage(prediction: Prediction, index: int, cluster: Cluster) -> dict[str, Any]:
-    own, devices = prediction.stages[index], prediction.plan.stages[prediction.plan.first_chunks[index]].devices
+    stage, devices = prediction.stages[index], prediction.plan.stages[prediction.plan.first_chunks[index]].devices
     return {
         "stage": index,
-        "mesh": str(own.mesh),
-        "samples": own.samples,
-        "forward": own.passes.forward,
-        "backward": own.passes.backward,
-        "waits": own.collective_seconds,
-        "update": own.update_seconds,
-        "memory": own.memory.as_dict(),
+        "mesh": str(stage.mesh),
+        "samples": stage.samples,
+        "forward": stage.passes.forward,
+        "backward": stage.passes.backward,
+        "waits": stage.collective_seconds,
+        "update": stage.update_seconds,
+        "memory": stage.memory.as_dict(),
         "limit": min(device.memory for device in cluster.devices(devices)),
     }
 
@@ -260,56 +260,56 @@ def break_down_stages(basis: Any, partition: Partition, prediction: Prediction) 
     """Return the seconds of a microbatch by kind of operator, on the busiest rank of every stage."""
     from polylane.cost.plan_cost import PlanCost
 
-    found, costs = [], PlanCost(basis, partition, prediction.plan, prediction.batch)
+    breakdown, costs = [], PlanCost(basis, partition, prediction.plan, prediction.batch)
     for index in range(prediction.plan.pipeline):
         table, kinds, rows = costs.table(index), defaultdict[str, list[int]](list), list[dict[str, Any]]()
-        for first, end in costs.node_ranges(index):
-            for at in range(first, end):
+        for start, end in costs.node_ranges(index):
+            for at in range(start, end):
                 kinds[partition.graph.nodes[at].op.removeprefix("aten.").split(".")[0]].append(at)
         for kind, nodes in kinds.items():
-            forward, backward, there, back = (
+            forward, backward, forward_waits, back = (
                 sum(table.between(name, at, at + 1) for at in nodes)
                 for name in ("forward", "backward", "waits", "backward_waits")
             )
-            times = {"forward": forward, "backward": backward, "waits": there + back}
+            times = {"forward": forward, "backward": backward, "waits": forward_waits + back}
             rows.append({"stage": index, "operator": kind, "nodes": len(nodes), **times})
-        found += sorted(rows, key=lambda row: -(row["forward"] + row["backward"] + row["waits"]))
-    return found
+        breakdown += sorted(rows, key=lambda row: -(row["forward"] + row["backward"] + row["waits"]))
+    return breakdown
 
 
 # For people ----------------------------------------------------------------------------------------------------------
 
 
-def print_prediction(found: dict[str, Any]) -> None:
+def print_prediction(facts: dict[str, Any]) -> None:
     """Print the figures of `summary` for people."""
     screen = printing.console()
-    rate = f"{found['samples_per_second']:,.1f} samples/s"
-    if "tokens_per_second" in found:
-        rate += f", {found['tokens_per_second']:,.0f} tokens/s"
-    price = f", {found['price']:.2g} per step" if found["price"] else ""
-    mean = f" on average, with a sum of parameters every {found['every']} steps" if found["every"] > 1 else ""
+    rate = f"{facts['samples_per_second']:,.1f} samples/s"
+    if "tokens_per_second" in facts:
+        rate += f", {facts['tokens_per_second']:,.0f} tokens/s"
+    price = f", {facts['price']:.2g} per step" if facts["price"] else ""
+    mean = f" on average, with a sum of parameters every {facts['every']} steps" if facts["every"] > 1 else ""
     screen.print(
-        f"A step of {format_plural(found['batch'], 'sample')} takes "
-        f"{printing.format_duration(found['step_seconds'])} on "
-        f"{format_plural(found['workers'], 'worker')}: {rate}{price}{mean}."
+        f"A step of {format_plural(facts['batch'], 'sample')} takes "
+        f"{printing.format_duration(facts['step_seconds'])} on "
+        f"{format_plural(facts['workers'], 'worker')}: {rate}{price}{mean}."
     )
     screen.print(
-        f"{found['flops_per_second_per_device'] / 1e12:.1f} TFLOP/s per device of the model's own work, "
-        f"{found['mfu']:.1%} of the peak; workers compute {found['utilization']:.1%} of the time, wait in the pipeline "
-        f"{found['bubble']:.1%}, for messages {found['exposed_communication']:.1%}."
+        f"{facts['flops_per_second_per_device'] / 1e12:.1f} TFLOP/s per device of the model's own work, "
+        f"{facts['mfu']:.1%} of the peak; workers compute {facts['utilization']:.1%} of the time, wait in the pipeline "
+        f"{facts['bubble']:.1%}, for messages {facts['exposed_communication']:.1%}."
     )
-    if found["overlap_seconds"]:
-        early = printing.format_duration(found["overlap_seconds"])
+    if facts["overlap_seconds"]:
+        early = printing.format_duration(facts["overlap_seconds"])
         screen.print(f"Each step begins {early} before the last worker is done with the one before it.")
-    if found.get("apart"):
-        screen.print(f"Replicas are up to {format_plural(found['apart'], 'step')} apart.")
-    for row in found["bytes"]:
-        where = "between sites" if row["level"] == "cluster" else f"within a {row['level']}"
+    if facts.get("apart"):
+        screen.print(f"Replicas are up to {format_plural(facts['apart'], 'step')} apart.")
+    for row in facts["bytes"]:
+        reach = "between sites" if row["level"] == "cluster" else f"within a {row['level']}"
         sent = printing.format_count(row["bytes"], "B")
-        screen.print(f"{row['traffic']}: {sent} sent per worker and step, {where}")
-    _show_stages(found["stages"])
-    if "breakdown" in found:
-        _show_breakdown(found["breakdown"])
+        screen.print(f"{row['traffic']}: {sent} sent per worker and step, {reach}")
+    _show_stages(facts["stages"])
+    if "breakdown" in facts:
+        _show_breakdown(facts["breakdown"])
 
 
 def _show_stages(stages: Sequence[dict[str, Any]]) -> None:
@@ -319,8 +319,8 @@ def _show_stages(stages: Sequence[dict[str, Any]]) -> None:
     sizes = printing.make_table("Memory of that worker", "stage", *heads)
     for row in stages:
         memory = row["memory"]
-        own = (printing.format_duration(row[name]) for name in ("forward", "backward", "waits", "update"))
-        times.add_row(str(row["stage"]), row["mesh"], str(row["samples"]), *own)
+        cells = (printing.format_duration(row[name]) for name in ("forward", "backward", "waits", "update"))
+        times.add_row(str(row["stage"]), row["mesh"], str(row["samples"]), *cells)
         parts = ("parameters", "gradients", "optimizer", "activations", "communication", "margin", "total")
         over = memory["total"] > row["limit"]
         sizes.add_row(

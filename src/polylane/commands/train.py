@@ -55,10 +55,10 @@ def run(request: TrainRequest) -> None:
     request = _check_saving(request)
     if request.trouble.requeue_code and "RANK" in os.environ:
         raise PolylaneError("--requeue-code is not for torchrun: the exit code is torchrun's own")
-    given = request.run_folder
-    place = RunFolder(
-        given or Path("run") / _recipe_name(request.recipe),
-        given=given is not None,
+    path = request.run_folder
+    folder = RunFolder(
+        path or Path("run") / _recipe_name(request.recipe),
+        given=path is not None,
         launch=identify_launch(),
         warn=say_at_once if request.trouble.on_disk_error == "warn" else None,
     )
@@ -66,15 +66,15 @@ def run(request: TrainRequest) -> None:
     ended_early = False
     # Before anything takes long: a plan that is searched, or a recipe that imports torch.
     if "RANK" in os.environ:
-        own = TorchrunWorker(stop, request.trouble.grace, lambda number: _describe_kept(request, place))
-        own.start()
+        worker = TorchrunWorker(stop, request.trouble.grace, lambda number: _describe_kept(request, folder))
+        worker.start()
         try:
-            _claim_and_train(request, place, lambda request: _under_torchrun(request, place, stop, own))
+            _claim_and_train(request, folder, lambda request: _under_torchrun(request, folder, stop, worker))
         finally:
-            own.close()
+            worker.close()
     else:
         with LauncherSignals(stop, request.trouble.grace, say_at_once).handled():
-            ended_early = _claim_and_train(request, place, lambda request: _train(request, place, stop))
+            ended_early = _claim_and_train(request, folder, lambda request: _train(request, folder, stop))
     # Ctrl-C has its exit code also where it waited for a checkpoint; other signals ask for a good end.
     if stop.number == signal.SIGINT:
         raise Stopped(signal.SIGINT, "a checkpoint was saved")
@@ -82,14 +82,14 @@ def run(request: TrainRequest) -> None:
         sys.exit(request.trouble.requeue_code)
 
 
-def _claim_and_train(request: TrainRequest, place: RunFolder, train: Callable[[TrainRequest], T]) -> T:
+def _claim_and_train(request: TrainRequest, folder: RunFolder, train: Callable[[TrainRequest], T]) -> T:
     request = replace(request, plan=_choose_plan(request))
     inputs.open_recipe(request)  # a mistake in it is reported before polylane imports torch
     # Under torchrun only rank 0 writes, and looks: the folder need not be there on other hosts.
-    with place.claimed(os.environ.get("RANK", "0") == "0"):
-        request = replace(request, model_path=place.model)
+    with folder.claimed(os.environ.get("RANK", "0") == "0"):
+        request = replace(request, model_path=folder.model)
         if os.environ.get("RANK", "0") == "0":
-            request = prepare_checkpoints(request, place.path, say_at_once, place.continues)
+            request = prepare_checkpoints(request, folder.path, say_at_once, folder.continues)
         return train(request)
 
 
@@ -114,37 +114,37 @@ def _check_saving(request: TrainRequest) -> TrainRequest:
     return request
 
 
-def _train(request: TrainRequest, place: RunFolder, stop: StopRequest) -> bool:
+def _train(request: TrainRequest, folder: RunFolder, stop: StopRequest) -> bool:
     """Train on workers that this process starts; return whether a signal ended the training early.
 
     Raises:
         Stopped: a signal ended the run at once.
     """
     try:
-        with Reporter(place, to_stderr=request.json) as reporter:
+        with Reporter(folder, to_stderr=request.json) as reporter:
             outcome = start_workers(request, reporter, stop)
-        _finish(request, place, outcome)
+        _finish(request, folder, outcome)
         return outcome.ended_early
-    except NothingLeft as done:
-        _end_without_steps(place, done)
+    except NothingLeft as nothing_left:
+        _end_without_steps(folder, nothing_left)
         return False
     except Stopped as stopped:
-        raise Stopped(stopped.number, stopped.reason or _describe_kept(request, place)) from None
+        raise Stopped(stopped.number, stopped.reason or _describe_kept(request, folder)) from None
     except KeyboardInterrupt:
-        raise Stopped(signal.SIGINT, _describe_kept(request, place)) from None
+        raise Stopped(signal.SIGINT, _describe_kept(request, folder)) from None
 
 
-def _describe_kept(request: TrainRequest, place: RunFolder) -> str:
+def _describe_kept(request: TrainRequest, folder: RunFolder) -> str:
     """Describe what there is of a run that a signal ended at once."""
     if os.environ.get("RANK", "0") != "0":  # of several hosts, on another one than that of the files
         return ""
-    if (kept := place.kept()) is None:
+    if (kept_path := folder.kept()) is None:
         return "nothing was written"
-    if place.model.exists():
-        return f"{kept}/ keeps what was written so far, the weights among it"
+    if folder.model.exists():
+        return f"{kept_path}/ keeps what was written so far, the weights among it"
     if request.saves_checkpoints:
-        return f"{kept}/ keeps what was written so far, and the checkpoints that were complete"
-    return f"{kept}/ keeps what was written so far, no weights among it: no checkpoints were asked for"
+        return f"{kept_path}/ keeps what was written so far, and the checkpoints that were complete"
+    return f"{kept_path}/ keeps what was written so far, no weights among it: no checkpoints were asked for"
 
 
 def _choose_plan(request: TrainRequest) -> Spec | Plan | str:
@@ -162,7 +162,7 @@ def _recipe_name(recipe: str) -> str:
     return Path(recipe).stem if recipe.endswith(".py") else recipe.rpartition(".")[2]
 
 
-def _under_torchrun(request: TrainRequest, place: RunFolder, stop: StopRequest, own: TorchrunWorker) -> None:
+def _under_torchrun(request: TrainRequest, folder: RunFolder, stop: StopRequest, worker: TorchrunWorker) -> None:
     """Train in this process, which is one of torchrun's workers; rank 0 writes and prints."""
     import torch
 
@@ -175,28 +175,28 @@ def _under_torchrun(request: TrainRequest, place: RunFolder, stop: StopRequest, 
     torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     watch = HostWatch.start(
-        local_rank, request.trouble.on_hang, request.trouble.hang_after, partial(_keep_report, place)
+        local_rank, request.trouble.on_hang, request.trouble.hang_after, partial(_keep_report, folder)
     )
     try:
         world = watch.attach(replace(World.join(), stop=stop))
         if world.store is not None:
-            own.meet_peers(world.store, world.size)
+            worker.meet_peers(world.store, world.size)
         if world.rank != 0:
             outcome = run_torchrun_worker(request, world, lambda message: None)
             watch.end()
-            _raise_if_stopped(place, outcome)
+            _raise_if_stopped(folder, outcome)
         else:
-            with Reporter(place, to_stderr=request.json) as reporter:
+            with Reporter(folder, to_stderr=request.json) as reporter:
                 outcome = run_torchrun_worker(request, world, partial(reporter, 0))
             watch.end()
-            _finish(request, place, outcome)
-        own.mark_reported()
-    except NothingLeft as done:
-        own.mark_reported()
+            _finish(request, folder, outcome)
+        worker.mark_reported()
+    except NothingLeft as nothing_left:
+        worker.mark_reported()
         if int(os.environ["RANK"]) == 0:
-            _end_without_steps(place, done)
+            _end_without_steps(folder, nothing_left)
     except PolylaneError:
-        own.mark_reported()
+        worker.mark_reported()
         raise
     except INTERRUPTIONS:
         raise
@@ -204,34 +204,34 @@ def _under_torchrun(request: TrainRequest, place: RunFolder, stop: StopRequest, 
         failure = Failure.of_exception(int(os.environ["RANK"]), error)
         # torchrun ends all workers as soon as one ends: an echo waits, so that the worker with the cause can print it.
         if failure.is_echo:
-            own.name_lost_peer(ECHO_GRACE_SECONDS, " ".join(failure.error_message.split())[:200])
+            worker.name_lost_peer(ECHO_GRACE_SECONDS, " ".join(failure.error_message.split())[:200])
             time.sleep(ECHO_GRACE_SECONDS)
             sys.exit(1)
-        own.mark_reported()
-        told = failure.to_exception()
-        if isinstance(told, PolylaneError):
-            raise told from None
-        say_at_once(str(told))
+        worker.mark_reported()
+        exception = failure.to_exception()
+        if isinstance(exception, PolylaneError):
+            raise exception from None
+        say_at_once(str(exception))
         sys.exit(1)
 
 
-def _keep_report(place: RunFolder, report: HangReport) -> None:
+def _keep_report(folder: RunFolder, report: HangReport) -> None:
     """Keep a report of a hang or a failure in the run's folder, where this host writes that."""
     if os.environ["RANK"] == "0":
         with suppress(PolylaneError):  # what is reported matters more than that it cannot be kept
-            place.why(report)
+            folder.why(report)
 
 
 # The end -------------------------------------------------------------------------------------------------------------
 
 
-def _raise_if_stopped(place: RunFolder, outcome: TrainingOutcome) -> None:
+def _raise_if_stopped(folder: RunFolder, outcome: TrainingOutcome) -> None:
     if outcome.stopped is not None:
         cause = f"{outcome.cause}; " if outcome.cause else ""
         raise PolylaneError(
             f"{_describe_anomaly(outcome, outcome.stopped)}: training stopped, and no weights were saved; "
             f"{cause}the metrics are "
-            f"in {place.metrics}, and --on-nan warn goes on instead"
+            f"in {folder.metrics}, and --on-nan warn goes on instead"
         )
 
 
@@ -239,22 +239,22 @@ def _describe_anomaly(outcome: TrainingOutcome, at: tuple[int, int]) -> str:
     return f"the loss was {outcome.bad_loss} at step {at[0]} (epoch {at[1]})"
 
 
-def _finish(request: TrainRequest, place: RunFolder, outcome: TrainingOutcome) -> None:
-    place.timeline(outcome.timeline)
-    _raise_if_stopped(place, outcome)
+def _finish(request: TrainRequest, folder: RunFolder, outcome: TrainingOutcome) -> None:
+    folder.timeline(outcome.timeline)
+    _raise_if_stopped(folder, outcome)
     if outcome.ended_early:
-        _tell_early_end(request, place, outcome)
+        _tell_early_end(request, folder, outcome)
         return
     if not outcome.saved:
-        kept = "" if place.kept() is None else f"; what else there is of the run is in {place.metrics.parent}"
+        hint = "" if folder.kept() is None else f"; what else there is of the run is in {folder.metrics.parent}"
         raise PolylaneError(
-            f"the weights were not saved after {format_plural(outcome.steps, 'step')}: {outcome.cause}{kept}"
+            f"the weights were not saved after {format_plural(outcome.steps, 'step')}: {outcome.cause}{hint}"
         )
     if outcome.not_finite is not None:
         print(f"polylane: {_describe_anomaly(outcome, outcome.not_finite)}, and training went on", file=sys.stderr)
     # Only now, after everything that can fail, the earlier run's files are replaced.
-    place.finish()
-    files = place.files()
+    folder.finish()
+    files = folder.files()
     summary = {
         "recipe": request.recipe,
         "plan": outcome.plan,
@@ -272,7 +272,7 @@ def _finish(request: TrainRequest, place: RunFolder, outcome: TrainingOutcome) -
         "bytes_a_step": list(outcome.traffic),
         **({"checkpoint_stall": outcome.stall_seconds} if request.saves_checkpoints else {}),
         **({} if outcome.audit is None else {"audit": asdict(outcome.audit)}),
-        "run": str(place.path),
+        "run": str(folder.path),
         "files": files,
     }
     if request.json:
@@ -283,11 +283,11 @@ def _finish(request: TrainRequest, place: RunFolder, outcome: TrainingOutcome) -
         f"{format_plural(outcome.steps, 'step')} in {format_seconds(outcome.seconds)}: final loss "
         f"{outcome.loss:.4f}{test}"
     )
-    said = outcome.timeline.notes["step"]
+    steps = outcome.timeline.notes["step"]
     print_line(
-        f"{outcome.samples_per_second:,.0f} samples/s; {'step' if said.isdecimal() else 'steps'} {said} kept the "
+        f"{outcome.samples_per_second:,.0f} samples/s; {'step' if steps.isdecimal() else 'steps'} {steps} kept the "
         f"workers busy {outcome.timeline.utilization():.1%} of the time{_describe_traffic(outcome)}, "
-        f"see {place.path / 'swimlane.html'}"
+        f"see {folder.path / 'swimlane.html'}"
     )
     for line in sync_traffic_lines(outcome.traffic, len(outcome.traffic) - outcome.servers):
         print(line)
@@ -298,23 +298,23 @@ def _finish(request: TrainRequest, place: RunFolder, outcome: TrainingOutcome) -
         print_line(str(outcome.audit))
     if outcome.staleness:
         print(_describe_staleness(outcome.staleness))
-    print_line(f"{place.path}/: {', '.join(Path(file).name for file in files.values())}")
+    print_line(f"{folder.path}/: {', '.join(Path(file).name for file in files.values())}")
 
 
-def _end_without_steps(place: RunFolder, done: NothingLeft) -> None:
+def _end_without_steps(folder: RunFolder, nothing_left: NothingLeft) -> None:
     """Say that all steps are made; write the weights where the run died after its last step, before they were."""
     from polylane.checkpoint.manifest import read_manifest
     from polylane.checkpoint.read_tensors import read_weights
     from polylane.runtime.parameters.broadcast import save_safetensors
 
     def write(path: Path) -> None:
-        save_safetensors(read_weights(done.folder, read_manifest(done.folder)), path)
+        save_safetensors(read_weights(nothing_left.folder, read_manifest(nothing_left.folder)), path)
 
-    written = place.add_weights(done.step, write)
-    say_at_once(f"{done}{'' if written is None else f'; {written} was missing, and has its weights now'}")
+    written = folder.add_weights(nothing_left.step, write)
+    say_at_once(f"{nothing_left}{'' if written is None else f'; {written} was missing, and has its weights now'}")
 
 
-def _tell_early_end(request: TrainRequest, place: RunFolder, outcome: TrainingOutcome) -> None:
+def _tell_early_end(request: TrainRequest, folder: RunFolder, outcome: TrainingOutcome) -> None:
     """Say how to go on after a signal.
 
     Raises:
@@ -350,11 +350,11 @@ def sync_traffic_lines(traffic: Sequence[Mapping[str, float]], training: int) ->
         training: number of workers that train.
     """
     lines = []
-    for who, each in (("worker", traffic[:training]), ("server of its own", traffic[training:])):
-        sent, theory = (sum(one[key] for one in each) / max(len(each), 1) for key in ("agreement", "theory"))
+    for role, group in (("worker", traffic[:training]), ("server of its own", traffic[training:])):
+        sent, theory = (sum(counts[key] for counts in group) / max(len(group), 1) for key in ("agreement", "theory"))
         if sent or theory:
             lines.append(
-                f"for replicas to agree each {who} sent {format_count(sent, 'B')} a step (theory: "
+                f"for replicas to agree each {role} sent {format_count(sent, 'B')} a step (theory: "
                 f"{format_count(theory, 'B')})"
             )
     return lines

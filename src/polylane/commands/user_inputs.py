@@ -54,10 +54,10 @@ def choose_plan(request: WorkersRequest) -> Spec | Plan:
         product = " times ".join(specs.format_degrees(plan.group_meshes))
         product += f", and servers={plan.sync.server_count}" if plan.sync.dedicated else ""
         raise PolylaneError(f"--workers {workers}, but the plan takes {plan.processes} ({product}): they must be equal")
-    most = max(MOST_STARTED, EACH_CORE * (os.cpu_count() or 1))
-    if plan.processes > most and "RANK" not in os.environ:
+    cap = max(MOST_STARTED, EACH_CORE * (os.cpu_count() or 1))
+    if plan.processes > cap and "RANK" not in os.environ:
         raise PolylaneError(
-            f"the plan takes {plan.processes:,} workers, and at most {most} are started on one host: use fewer, or let "
+            f"the plan takes {plan.processes:,} workers, and at most {cap} are started on one host: use fewer, or let "
             "torchrun start them on several hosts"
         )
     return plan
@@ -88,8 +88,8 @@ def find_plan(request: RecipeRequest, workers: int | None = None, fixed: FixedKe
     limit_to_one_thread()
     problem = open_problem(recipe, request).problem
     # Plan for the example's samples, which are fewer than --batch where the dataset is smaller.
-    problem, most = replace(problem, batch_size=None), workers or os.cpu_count() or 1
-    return announce_best(choose(problem, range(1, most + 1), local_cluster(most), True, fixed))
+    problem, max_workers = replace(problem, batch_size=None), workers or os.cpu_count() or 1
+    return announce_best(choose(problem, range(1, max_workers + 1), local_cluster(max_workers), True, fixed))
 
 
 def read_plan(text: str) -> Spec | Plan:
@@ -157,8 +157,8 @@ def blamed_on(recipe: Recipe, call: str) -> Iterator[None]:
     except BaseException as error:  # sys.exit() in it would end everything without a word
         line = recipes.deepest_own_line(error, recipe.path)
         file, number = (recipe.path, "") if line is None else (Path(line.filename), f":{line.lineno}")
-        where = f"{recipes.shorten_path(file)}{number}"
-        raise RecipeError(f"{where}: {call} raised {describe_error(error)}") from error
+        location = f"{recipes.shorten_path(file)}{number}"
+        raise RecipeError(f"{location}: {call} raised {describe_error(error)}") from error
 
 
 def build_model(recipe: Recipe, seed: int) -> nn.Module:
@@ -261,8 +261,8 @@ def open_data(recipe: Recipe, split: str) -> Any:
     with blamed_on(recipe, f"data({split!r})"):
         dataset = recipe.data(split)
         if split != "train" and isinstance(dataset, Iterator):  # of a function that yields: empty where it returns
-            first = list(itertools.islice(dataset, 1))
-            dataset = itertools.chain(first, dataset) if first else None
+            first_samples = list(itertools.islice(dataset, 1))
+            dataset = itertools.chain(first_samples, dataset) if first_samples else None
     refuse_data_loader(dataset, f"data({split!r})")
     if split != "train" and (dataset is None or (hasattr(dataset, "__len__") and len(dataset) == 0)):
         return None
@@ -350,17 +350,17 @@ def whole_batches(recipe: Recipe, size: int, count: int, seed: int) -> list[Any]
     from polylane.runtime.data.loader import begin_epoch, sample_order
 
     dataset = open_data(recipe, "train")
-    found: list[Any] = []
+    batches: list[Any] = []
     for epoch in range(count):  # enough, since an epoch has at least one batch
-        if len(found) == count:
+        if len(batches) == count:
             break
         begin_epoch(dataset, epoch)
         order = functools.partial(sample_order, epoch=epoch, seed=seed)
-        samples = _first_samples(recipe, dataset, size * (count - len(found)), order)
+        samples = _first_samples(recipe, dataset, size * (count - len(batches)), order)
         # Without samples collate_samples raises its own message.
-        found += [collate_samples(recipe, samples[at : at + size]) for at in range(0, len(samples), size)] or [
+        batches += [collate_samples(recipe, samples[at : at + size]) for at in range(0, len(samples), size)] or [
             collate_samples(recipe, [])
         ]
         if isinstance(dataset, Iterator):
             dataset = open_data(recipe, "train")
-    return found
+    return batches

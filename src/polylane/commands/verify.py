@@ -84,8 +84,8 @@ def _prove(request: VerifyRequest, plan: Spec | Plan) -> Verdict:
     inputs.rehearse_optimizer(recipe, model)
     batches = inputs.whole_batches(recipe, request.batch, request.steps, seed)
     objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
-    where = f"on one worker and on {plan.processes} ({_plan_line(plan)})"
-    note = f"{request.recipe}: {format_plural(request.steps, 'step')} in float64, {where}"
+    setting = f"on one worker and on {plan.processes} ({_plan_line(plan)})"
+    note = f"{request.recipe}: {format_plural(request.steps, 'step')} in float64, {setting}"
     # With --json stdout is for the JSON object alone.
     for line in (note, *describe_left_out(model, objective.loss)):
         print(line, file=sys.stderr if request.json else sys.stdout, flush=True)
@@ -121,15 +121,15 @@ def _show(verdict: Verdict) -> None:
     out.print(_sentence(verdict), style="bold green" if verdict.passed else "bold red", soft_wrap=True, markup=False)
 
 
-def _format_cell(error: float | None, what: str, verdict: Verdict) -> str:
+def _format_cell(error: float | None, name: str, verdict: Verdict) -> str:
     if error is None:
         return ""
-    return "undetermined" if what in verdict.undetermined and error <= verdict.tolerance else _number(error)
+    return "undetermined" if name in verdict.undetermined and error <= verdict.tolerance else _number(error)
 
 
 def _undetermined(names: Sequence[str]) -> str:
-    more = len(names) - NAMED
-    listed = ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+    omitted_count = len(names) - NAMED
+    listed = ", ".join(names[:NAMED]) + (f" and {omitted_count} more" if omitted_count > 0 else "")
     return (
         f"undetermined, {len(names)}: {listed}; one worker itself finds other numbers with its sums in another order, "
         "and rounding may make of them what the plan has"
@@ -137,10 +137,10 @@ def _undetermined(names: Sequence[str]) -> str:
 
 
 def _describe_free_run(free: FreeRunDeviation, steps: int) -> str:
-    where = f" in {free.name}" if free.name else ""
+    location = f" in {free.name}" if free.name else ""
     return (
         f"after {format_plural(steps, 'step')} run freely, which is not judged: worst difference "
-        f"{_number(free.worst)}{where}, of a loss {_number(free.loss_error)}"
+        f"{_number(free.worst)}{location}, of a loss {_number(free.loss_error)}"
     )
 
 
@@ -150,7 +150,7 @@ def _number(error: float) -> str:
 
 def _find_worst(verdict: Verdict) -> str:
     """Return where the worst error is, as a part of a sentence; the table has no row for losses."""
-    named = next((each.name for each in verdict.deviations if each.worst == verdict.worst), None)
+    named = next((deviation.name for deviation in verdict.deviations if deviation.worst == verdict.worst), None)
     if verdict.worst == 0 or (named is None and verdict.loss_error != verdict.worst):
         return ""
     return f" in {'a loss' if named is None else named}"
@@ -168,12 +168,12 @@ def _describe_whole_batches(verdict: Verdict) -> str:
 
 def _sentence(verdict: Verdict) -> str:
     plan = f"{format_plural(verdict.workers, 'worker')} ({verdict.plan})"
-    other = f"the same rule ({verdict.rule}) in one process" if verdict.rule else "one worker"
+    reference = f"the same rule ({verdict.rule}) in one process" if verdict.rule else "one worker"
     if verdict.split and not verdict.rule:
-        other += f" that takes the same {verdict.microbatches} microbatches"
+        reference += f" that takes the same {verdict.microbatches} microbatches"
     if verdict.passed:
         return (
-            f"Equal: {plan} and {other} agree in every loss, gradient, weight and buffer; worst relative error "
+            f"Equal: {plan} and {reference} agree in every loss, gradient, weight and buffer; worst relative error "
             f"{_number(verdict.worst)}{_find_worst(verdict)}, {verdict.tolerance:.0e} is allowed"
             f"{_describe_whole_batches(verdict)}."
         )
@@ -183,6 +183,6 @@ def _sentence(verdict: Verdict) -> str:
     if not verdict.replicas_equal:
         reasons.append("workers that hold the same weight hold different bits of it")
     if verdict.culprit is not None:
-        whole = verdict.culprit.startswith(("every ", "step "))
-        reasons.append(verdict.culprit if whole else f"the first value that differs is {verdict.culprit}")
-    return f"NOT equal: {plan} and {other} differ; {'; '.join(reasons)}."
+        is_sentence = verdict.culprit.startswith(("every ", "step "))
+        reasons.append(verdict.culprit if is_sentence else f"the first value that differs is {verdict.culprit}")
+    return f"NOT equal: {plan} and {reference} differ; {'; '.join(reasons)}."

@@ -35,9 +35,9 @@ def run(request: VerifyRequest, plan: Spec | Plan) -> bool:
 
     hide_accelerators()
     limit_to_one_thread()
-    other = None
+    resume_plan = None
     if request.resume_plan is not None:
-        other = inputs.choose_plan(replace(request, plan=request.resume_plan, workers=None))
+        resume_plan = inputs.choose_plan(replace(request, plan=request.resume_plan, workers=None))
     recipe = inputs.open_recipe(request)
     from polylane.compile.objectives import Objective
     from polylane.verify.resuming.resumed_run import verify_resumed
@@ -54,7 +54,7 @@ def run(request: VerifyRequest, plan: Spec | Plan) -> bool:
     for line in (note, *note_idle_rules(plan.sync, request.steps)):
         print(line, file=sys.stderr if request.json else sys.stdout, flush=True)
     verdict = verify_resumed(
-        model, objective, data, plan, other, clip_norm=request.clip_norm, seed=request.seed, init=recipe.init
+        model, objective, data, plan, resume_plan, clip_norm=request.clip_norm, seed=request.seed, init=recipe.init
     )
     if request.json:
         print_json({"recipe": request.recipe, **verdict.to_dict()})
@@ -70,17 +70,17 @@ def note_idle_rules(sync: SyncOptions, steps: int) -> list[str]:
         sync: how the plan's replicas synchronize.
         steps: steps of the unbroken training, of which half are before the checkpoint.
     """
-    first = dict[str, int]()  # by what begins, the first step that leaves something of it
+    first_steps = dict[str, int]()  # by what begins, the first step that leaves something of it
     if isinstance(sync.compress, PowerSGDOptions):
-        first["PowerSGD compresses"] = sync.compress.start + 1
+        first_steps["PowerSGD compresses"] = sync.compress.start + 1
     if sync.every > 1 and sync.outer is not None:
-        first["the outer optimizer steps"] = sync.warmup + sync.every
+        first_steps["the outer optimizer steps"] = sync.warmup + sync.every
     elif sync.every > 1:
-        first["replicas train separately"] = sync.warmup + 1
+        first_steps["replicas train separately"] = sync.warmup + 1
     return [
-        f"note: {what} from step {step} on, and the checkpoint is that of step {steps // 2}: with --steps {2 * step} "
+        f"note: {rule} from step {step} on, and the checkpoint is that of step {steps // 2}: with --steps {2 * step} "
         "it has something of that"
-        for what, step in first.items()
+        for rule, step in first_steps.items()
         if step > steps // 2
     ]
 
@@ -95,7 +95,7 @@ def _show(verdict: ResumeVerdict) -> None:
 def describe(verdict: ResumeVerdict) -> str:
     """Return the verdict as one sentence."""
     plan = f"{format_plural(verdict.workers, 'worker')} ({verdict.plan})"
-    after = f"{plan}: {verdict.steps} steps, and {verdict.saved_step}, a checkpoint and {len(verdict.losses)} more"
+    runs = f"{plan}: {verdict.steps} steps, and {verdict.saved_step}, a checkpoint and {len(verdict.losses)} more"
     moved = ""
     if verdict.other:
         name = f" in {verdict.worst_name}" if verdict.worst else ""
@@ -109,8 +109,8 @@ def describe(verdict: ResumeVerdict) -> str:
     if verdict.passed:
         tensors = format_plural(verdict.same_plan.tensors, "tensor")
         equal = f"agree bit for bit in every loss, in {tensors} of weights, buffers and states, and in all plain state"
-        return f"Equal: {after} on fresh workers {equal}{'; ' + moved if moved else ''}."
+        return f"Equal: {runs} on fresh workers {equal}{'; ' + moved if moved else ''}."
     reasons = [f"the first that differs is {verdict.culprit}"]
     if verdict.same_plan.worst:
         reasons.append(f"worst relative error {verdict.same_plan.worst:.1e}, none is allowed by the same plan")
-    return f"NOT equal: {after} on fresh workers differ; {'; '.join([*reasons, *([moved] if moved else [])])}."
+    return f"NOT equal: {runs} on fresh workers differ; {'; '.join([*reasons, *([moved] if moved else [])])}."

@@ -38,17 +38,17 @@ def run(request: WhyRequest) -> None:
     out = console()
     print(_printable(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(report.wall))}: {report.sentence}"))
     table = make_table("", "rank", "for", "where", "", left=("where", ""))
-    for each in report.ranks:
-        shown = each.waits_on if each.doing.name == "WAITING" else ""
-        what = f"{each.doing}{f' ({shown})' if shown else ''}"
-        table.add_row(str(each.rank), format_duration(each.stalled), _printable(each.place), _printable(what))
+    for rank in report.ranks:
+        shown = rank.waits_on if rank.doing.name == "WAITING" else ""
+        activity = f"{rank.doing}{f' ({shown})' if shown else ''}"
+        table.add_row(str(rank.rank), format_duration(rank.stalled), _printable(rank.place), _printable(activity))
     out.print(table)
     draw = swimlane.ansi if sys.stdout.isatty() else swimlane.text
     print(_printable(draw(timeline, out.width), keep="\x1b\n"))
-    for each in report.ranks:
-        if each.rank in report.culprits and each.stacks:
+    for rank in report.ranks:
+        if rank.rank in report.culprits and rank.stacks:
             print(
-                f"What rank {each.rank} was calling, the innermost call first:\n{_printable(each.stacks, keep=chr(10))}"
+                f"What rank {rank.rank} was calling, the innermost call first:\n{_printable(rank.stacks, keep=chr(10))}"
             )
 
 
@@ -59,12 +59,12 @@ def read_report(run: Path) -> HangReport:
         PolylaneError: there is none, or it cannot be read.
     """
     try:
-        places = [place for place in (run / UNFINISHED / WHY, run / WHY) if _is_file(place)]
+        places = [path for path in (run / UNFINISHED / WHY, run / WHY) if _is_file(path)]
     except OSError as error:
         raise PolylaneError(f"{run} cannot be read: {error.strerror or error}") from None
     if not places:
-        told = "is no folder" if not os.path.isdir(run) else "has no report: none of its workers hung or failed"
-        raise PolylaneError(f"{run} {told}")
+        cause = "is no folder" if not os.path.isdir(run) else "has no report: none of its workers hung or failed"
+        raise PolylaneError(f"{run} {cause}")
     try:
         if places[0].stat().st_size > LARGEST_BYTES:
             raise ValueError(f"it is larger than {LARGEST_BYTES >> 20} MB")

@@ -47,7 +47,7 @@ def cut_graph(
     plan: Spec | Plan,
     main: Partition | None,
     measure: Callable[[], Sequence[float]],
-    seen: Mapping[str, BatchLayout],
+    known_layouts: Mapping[str, BatchLayout],
 ) -> Partition:
     """Cut a graph into stages: as the first objective's graph is cut, or the plan file says, else balanced by time.
 
@@ -56,7 +56,7 @@ def cut_graph(
         plan: how many stages there are (a Spec), or where they begin (a Plan).
         main: the partition of the first objective's graph; None: this is the first.
         measure: returns the seconds of every node of the graph; called only where times decide.
-        seen: batch layouts of the graph's values, as far as they are known.
+        known_layouts: batch layouts of the graph's values, as far as they are known.
     """
     # Several objectives share one model: a parameter must be on the same stage in each of their graphs.
     if main is not None:
@@ -69,12 +69,12 @@ def cut_graph(
     times, staying = measure(), list[str]()
     # Where replicas are resplit between stages, a value of unknown batch layout must not cross: keep it on one stage.
     if plan.resplits_batch:
-        staying = [name for name, order in batch_layouts(graph, seen).items() if order is BatchLayout.UNKNOWN]
+        staying = [name for name, order in batch_layouts(graph, known_layouts).items() if order is BatchLayout.UNKNOWN]
     return balance_stages(graph, len(plan.meshes), times, [degrees.workers for degrees in plan.meshes], staying)
 
 
 def compile_graph(
-    partition: Partition, plan: Plan, layouts: StageLayouts, seen: Mapping[str, BatchLayout]
+    partition: Partition, plan: Plan, layouts: StageLayouts, known_layouts: Mapping[str, BatchLayout]
 ) -> CompiledGraph:
     """Find the batch layouts of the values of a graph, where they matter.
 
@@ -85,7 +85,7 @@ def compile_graph(
         partition: the graph and its cuts into stages.
         plan: the plan that the graph is compiled for.
         layouts: how the graph's operators are sharded.
-        seen: batch layouts of the graph's values, as far as they are known.
+        known_layouts: batch layouts of the graph's values, as far as they are known.
 
     Raises:
         PolylaneError: a value of unknown batch layout crosses between stages with different numbers of replicas, and
@@ -96,24 +96,24 @@ def compile_graph(
             partition, layouts, {crossing.value: BatchLayout.SHARDED_BY_SAMPLE for crossing in partition.crossings}
         )
     replicas = [degrees.data for degrees in plan.meshes]
-    orders = batch_layouts(partition.graph, seen)
+    orders = batch_layouts(partition.graph, known_layouts)
     for crossing in partition.crossings:
         counts = {replicas[stage] for stage in (crossing.producer, *crossing.consumers)}
         if orders[crossing.value] is BatchLayout.UNKNOWN and len(counts) > 1:
-            told = _explain_cannot_cross(partition, seen, crossing.value, sorted(counts))
-            raise PolylaneError(f"{plan.title}: {told}")
+            reason = _explain_cannot_cross(partition, known_layouts, crossing.value, sorted(counts))
+            raise PolylaneError(f"{plan.title}: {reason}")
     return CompiledGraph(partition, layouts, orders)
 
 
 def _explain_cannot_cross(
-    partition: Partition, seen: Mapping[str, BatchLayout], name: str, replicas: Sequence[int]
+    partition: Partition, known_layouts: Mapping[str, BatchLayout], name: str, replicas: Sequence[int]
 ) -> str:
     node = partition.graph.nodes[partition.graph.positions[name]]
     line = f" ({node.source})" if node.source else ""
     return (
         f"stages: {name}{line} crosses between stages with {' and '.join(f'data={n}' for n in replicas)}, but how the "
         "samples of a batch make it up is not known, so that it cannot be divided anew: give them the same data, or "
-        f"cut elsewhere{explain_unknown(partition.graph, seen, name)}"
+        f"cut elsewhere{explain_unknown(partition.graph, known_layouts, name)}"
     )
 
 
@@ -121,7 +121,7 @@ def split_operators(
     partitions: Mapping[str, Partition],
     plan: Plan,
     samples: int,
-    whole: Mapping[str, str],
+    reasons: Mapping[str, str],
     sampled: Sequence[bool],
 ) -> dict[str, StageLayouts]:
     """Choose how the operators of every objective's graph are sharded; a parameter has one placement in all of them.
@@ -130,7 +130,7 @@ def split_operators(
         partitions: partitions of every objective's graph, by name.
         plan: the plan, with its meshes and pinned placements.
         samples: number of samples of a microbatch.
-        whole: by name, why every rank must hold a parameter whole.
+        reasons: by name, why every rank must hold a parameter whole.
         sampled: for each leaf of a batch, whether it is split with the samples; empty where the loss does not couple
             samples.
 
@@ -140,14 +140,14 @@ def split_operators(
     layouts: dict[str, StageLayouts] = {}
     # A tensor on stages with different meshes has no common sharding, so it is replicated on all of them.
     on_several = tensors_on_unequal_meshes(partitions.values(), plan)
-    whole = {**dict.fromkeys(on_several, SHARED_BY), **whole}
+    reasons = {**dict.fromkeys(on_several, SHARED_BY), **reasons}
     for name, partition in partitions.items():
-        first = next(iter(layouts.values()), None)
+        main_layouts = next(iter(layouts.values()), None)
         # The first objective is solved for; the others take over its placements of parameters and buffers.
-        if first is None:
-            layouts[name] = _choose_main_layouts(partition, plan, samples, whole, sampled)
+        if main_layouts is None:
+            layouts[name] = _choose_main_layouts(partition, plan, samples, reasons, sampled)
         else:
-            layouts[name] = layouts_like(first, partition, plan)
+            layouts[name] = layouts_like(main_layouts, partition, plan)
         if cut := layouts[name].sharded_names(on_several):
             raise PolylaneError(
                 f"{plan.title}: {cut[0]} is on stages with different meshes, but cannot be whole on all of them: give "
@@ -157,20 +157,20 @@ def split_operators(
 
 
 def _choose_main_layouts(
-    partition: Partition, plan: Plan, samples: int, whole: Mapping[str, str], sampled: Sequence[bool]
+    partition: Partition, plan: Plan, samples: int, reasons: Mapping[str, str], sampled: Sequence[bool]
 ) -> StageLayouts:
     try:
-        return choose_layouts(partition, plan, samples, whole, sampled)
+        return choose_layouts(partition, plan, samples, reasons, sampled)
     except PolylaneError as error:
-        about, colon, rest = str(error).removeprefix("plan: ").partition(":")
+        about, colon, detail = str(error).removeprefix("plan: ").partition(":")
         if not about.startswith("placements"):
             raise
-        raise PolylaneError(f"{plan.title}: {about}{colon}{rest}") from error
+        raise PolylaneError(f"{plan.title}: {about}{colon}{detail}") from error
 
 
-def warn_of_untried(whole: Mapping[str, str], plan: Plan) -> None:
+def warn_of_untried(reasons: Mapping[str, str], plan: Plan) -> None:
     """Warn of parameters that stay whole because their optimizer could not be tried on parts of them."""
-    untried = [why for why in whole.values() if isinstance(why, UntriedOptimizer)]
+    untried = [why for why in reasons.values() if isinstance(why, UntriedOptimizer)]
     if untried and plan.tensor > 1:
         warnings.warn(
             f"{len(untried)} parameters stay whole on every rank of tensor={plan.tensor}, for it is not known whether "

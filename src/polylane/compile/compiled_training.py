@@ -115,7 +115,7 @@ class CompiledTraining:
     def reads_whole_batches(self) -> bool:
         """Whether a graph holds for batches alone that answer questions of the loss as its own batch did."""
         graphs = (*self.graphs.values(), *self.evaluations.values())
-        return any(ask_batches(each.partition.graph.code.readings) for each in graphs)
+        return any(ask_batches(graph.partition.graph.code.readings) for graph in graphs)
 
     @cached_property
     def owning_stages(self) -> dict[str, tuple[int, ...]]:
@@ -129,9 +129,9 @@ class CompiledTraining:
             for stage in range(partition.stages):
                 for name in partition.parameters(stage):
                     result.setdefault(name, set()).add(self.plan.first_chunk(stage))
-        main, held = self.main_partition, {name for names in self.held.values() for name in names}
+        main, held_names = self.main_partition, {name for names in self.held.values() for name in names}
         pieces = find_parameter_pieces(main.graph, Partition(main.graph, main.cuts).stage_of)
-        for name in held - result.keys():
+        for name in held_names - result.keys():
             result[name] = {self.plan.first_chunk(main.pieces[pieces[name]][2])}
         return {name: tuple(sorted(stages)) for name, stages in result.items()}
 
@@ -203,7 +203,7 @@ class CompiledTraining:
                     shares = (compute_shares(samples, parts, replicas, replica, turns) for replica in range(replicas))
                     # Replicas that take steps of their own compute nothing where they have no sample.
                     padded = not self.plan.sync.is_replica_local
-                    for count in {share.samples for own in shares for share in own if share.weight or padded}:
+                    for count in {share.samples for group in shares for share in group if share.weight or padded}:
                         layout.at(count)
 
     def compile_further(self, partition: Partition) -> CompiledGraph:
@@ -242,11 +242,11 @@ def compile_training(
     requested = requested_microbatches(spec, problem.samples)
     samples = captured_samples(spec, problem.samples)
     with problem.python_kept():
-        graphs = {name: problem.capture(samples, each) for name, each in problem.objectives.items()}
+        graphs = {name: problem.capture(samples, objective) for name, objective in problem.objectives.items()}
         fewest = min_samples_for(spec, graphs.values())
         fewer = fewer or spec.microbatches is None
         microbatches = _choose_microbatches(spec, graphs.values(), requested, problem.samples, fewest, fewer)
-        partitions, seen, couples = _partition_objectives(problem, graphs, spec, samples, microbatches, seconds)
+        partitions, orders, couples = _partition_objectives(problem, graphs, spec, samples, microbatches, seconds)
         if note := note_microbatches(graphs.values(), microbatches, problem.samples):
             warnings.warn(note, stacklevel=2)
         chosen = _complete_plan(next(iter(partitions.values())), spec, microbatches)
@@ -256,7 +256,7 @@ def compile_training(
         check_plan(problem.parameters, problem.objectives, partitions, chosen)
         check_optimizers(problem.parameters, problem.objectives, partitions, chosen)
         layouts = _shard_operators(problem, partitions, chosen, microbatches, couples)
-        compiled = {name: compile_graph(each, chosen, layouts[name], seen[name]) for name, each in partitions.items()}
+        compiled = {name: compile_graph(part, chosen, layouts[name], orders[name]) for name, part in partitions.items()}
         _check_budgets(chosen, compiled.values(), problem)
         training = CompiledTraining(
             model=problem.model,
@@ -333,7 +333,7 @@ def _partition_objectives(
     seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
 ) -> tuple[dict[str, Partition], dict[str, Mapping[str, BatchLayout]], bool]:
     """Return every objective's partition, the known batch layouts of its values, and whether a loss couples samples."""
-    partitions, seen, couples = dict[str, Partition](), dict[str, Mapping[str, BatchLayout]](), False
+    partitions, orders, couples = dict[str, Partition](), dict[str, Mapping[str, BatchLayout]](), False
     leaves, _ = flatten(problem.take_batch(samples))
     clock = seconds or (lambda graph, loss, leaves: measure(graph, problem.model, loss, leaves, problem.device))
     for name, graph in graphs.items():
@@ -344,10 +344,10 @@ def _partition_objectives(
             couples = (
                 loss_couples_samples(graph, microbatches, spec.data, spec.per_sample, find_difference, local) or couples
             )
-        seen[name] = _known_batch_layouts(graph, spec)
+        orders[name] = _known_batch_layouts(graph, spec)
         main = next(iter(partitions.values()), None)
-        partitions[name] = cut_graph(graph, spec, main, partial(clock, graph, loss, leaves), seen[name])
-    return partitions, seen, couples
+        partitions[name] = cut_graph(graph, spec, main, partial(clock, graph, loss, leaves), orders[name])
+    return partitions, orders, couples
 
 
 def _known_batch_layouts(graph: Graph, plan: Spec | Plan) -> Mapping[str, BatchLayout]:
@@ -368,11 +368,11 @@ def _shard_operators(
     """Return how the operators of every objective's graph are sharded, by name; no stage has a layout where none is."""
     if not plan.axes and not couples_samples:
         return dict.fromkeys(partitions, StageLayouts((None,) * plan.pipeline))
-    sparse = {name for each in partitions.values() for name in find_sparse_gradients(each.graph)}
-    whole = find_whole_parameters(problem.parameters, [o.optimizer for o in problem.objectives.values()], sparse)
-    warn_of_untried(whole, plan)
+    sparse = {name for partition in partitions.values() for name in find_sparse_gradients(partition.graph)}
+    reasons = find_whole_parameters(problem.parameters, [o.optimizer for o in problem.objectives.values()], sparse)
+    warn_of_untried(reasons, plan)
     sampled = sampled_leaves(problem.flat_example[0]) if couples_samples else ()
-    return split_operators(partitions, plan, -(-problem.samples // microbatches), whole, sampled)
+    return split_operators(partitions, plan, -(-problem.samples // microbatches), reasons, sampled)
 
 
 def _complete_plan(main: Partition, spec: Spec | Plan, microbatches: int) -> Plan:

@@ -48,18 +48,18 @@ def find_dropped_tensors(
     modes = [plan.recompute_of(stage) for stage in range(partition.stages)]
     if not trains or (all(mode == NONE for mode in modes) and not graph.checkpoints):
         return (NOTHING_DROPPED,) * partition.stages
-    known = dict[tuple[object, ...], SavedTensors]()
+    saved_tensors = dict[tuple[object, ...], SavedTensors]()
     keeping = list[SavedTensors]()
     for stage in range(partition.stages):
         # Replicas sum the statistics of batch normalization in its forward pass, which then cannot run a second time.
         synced = plan.degree("data", stage) > 1
         samples = graph.samples if layouts.batch_is_sharded else local_samples(plan, stage, batch)
         key = (id(layouts[stage]), samples, synced)
-        if key not in known:
+        if key not in saved_tensors:
             autocast = torch.bfloat16 if plan.precision == "bfloat16" else None
             setting = BackendSetting(samples, device, autocast, sync_batch_norm=synced)
-            known[key] = _saved_tensors(graph, layouts[stage], setting)
-        keeping.append(known[key])
+            saved_tensors[key] = _saved_tensors(graph, layouts[stage], setting)
+        keeping.append(saved_tensors[key])
     try:
         return dropped_on_stages(partition, modes, keeping, 2.0 if in_float64 else 1.0)
     except PolylaneError as error:

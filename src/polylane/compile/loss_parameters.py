@@ -31,14 +31,14 @@ class LossWithParameters(nn.Module):
 
     Args:
         function: the user's loss, of model and batch.
-        found: what it reads, by a name of its own, with the place where it finds it.
+        named_values: what it reads, by a name of its own, with the place where it finds it.
     """
 
-    def __init__(self, function: Callable[..., Any], found: Mapping[str, tuple[PythonName, Any]]) -> None:
+    def __init__(self, function: Callable[..., Any], named_values: Mapping[str, tuple[PythonName, Any]]) -> None:
         super().__init__()
         self.function = function
-        self.places = _Places({key: place for key, (place, _) in found.items()})
-        for key, (_, value) in found.items():
+        self.places = _Places({key: python_name for key, (python_name, _) in named_values.items()})
+        for key, (_, value) in named_values.items():
             setattr(self, key, value)
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -49,16 +49,16 @@ class LossWithParameters(nn.Module):
     @contextmanager
     def _installed(self) -> Iterator[None]:
         changed = []
-        for key, place in self.places.items():
-            before, own = place.get(), getattr(self, key)
-            if before is not own:
-                changed.append((place, before))
-                place.put(own)
+        for key, python_name in self.places.items():
+            old_value, value = python_name.get(), getattr(self, key)
+            if old_value is not value:
+                changed.append((python_name, old_value))
+                python_name.put(value)
         try:
             yield
         finally:
-            for place, before in changed:
-                place.put(before)
+            for python_name, old_value in changed:
+                python_name.put(old_value)
 
 
 class _Places(dict[str, PythonName]):
@@ -74,24 +74,24 @@ def adopt_loss_parameters(model: nn.Module, objective: Objective) -> Objective:
     Raises:
         PolylaneError: nothing that the loss reads by name has such a parameter; or the loss is a module of its own.
     """
-    loss, given = objective.loss, join_optimizers(objective.optimizer)
+    loss, factory = objective.loss, join_optimizers(objective.optimizer)
     if isinstance(loss, LossWithParameters):
         return objective
-    known = named_parameters(model, [loss])
+    model_parameters = named_parameters(model, [loss])
     try:
-        optimizer = given if isinstance(given, torch.optim.Optimizer) else given(list(known))
-        taken = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        optimizer = factory if isinstance(factory, torch.optim.Optimizer) else factory(list(model_parameters))
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     except Exception:  # told where the optimizer is built for good
         return objective
-    own = {id(parameter) for _, parameter in known}
-    outside = {id(parameter): parameter for parameter in taken if id(parameter) not in own}
-    if not outside:
+    known_ids = {id(parameter) for _, parameter in model_parameters}
+    extras = {id(parameter): parameter for parameter in parameters if id(parameter) not in known_ids}
+    if not extras:
         return objective
-    found = {} if isinstance(loss, nn.Module) else _find_places(loss, outside.keys())
-    adopted = LossWithParameters(loss, found) if found else None
+    named_values = {} if isinstance(loss, nn.Module) else _find_places(loss, extras.keys())
+    adopted = LossWithParameters(loss, named_values) if named_values else None
     named = {id(parameter): f"loss.{name}" for name, parameter in adopted.named_parameters()} if adopted else {}
-    for parameter in (parameter for key, parameter in outside.items() if key not in named):
-        if not isinstance(given, torch.optim.Optimizer):  # of an object its own names are told
+    for parameter in (parameter for key, parameter in extras.items() if key not in named):
+        if not isinstance(factory, torch.optim.Optimizer):  # of an object its own names are told
             raise PolylaneError(
                 f"optimizer(parameters) takes a parameter of shape {list(parameter.shape)} that it is not given, and "
                 "loss(model, batch) is not seen to read it by a name: let the model have it (a copy of a parameter is "
@@ -99,59 +99,59 @@ def adopt_loss_parameters(model: nn.Module, objective: Objective) -> Objective:
             )
         return objective
     assert adopted is not None
-    if not isinstance(given, JoinedFactory):  # an object has its parameters already
+    if not isinstance(factory, JoinedFactory):  # an object has its parameters already
         return replace(objective, loss=adopted)
-    names = tuple((named[key], parameter) for key, parameter in outside.items())
+    names = tuple((named[key], parameter) for key, parameter in extras.items())
     # Other parameters of a criterion, which its optimizer does not have, stay what they are.
-    others = tuple((f"loss.{name}", p) for name, p in adopted.named_parameters() if id(p) not in outside)
-    return replace(objective, loss=adopted, optimizer=replace(given, outside=(*names, *others)))
+    other_parameters = tuple((f"loss.{name}", p) for name, p in adopted.named_parameters() if id(p) not in extras)
+    return replace(objective, loss=adopted, optimizer=replace(factory, outside=(*names, *other_parameters)))
 
 
-def _find_places(loss: Any, wanted: Any) -> dict[str, tuple[PythonName, Any]]:
+def _find_places(loss: Any, ids: Any) -> dict[str, tuple[PythonName, Any]]:
     """Return where a loss finds parameters of these ids, or modules that have some, by a name for each."""
-    found: dict[str, tuple[PythonName, Any]] = {}
-    seen, reached = set[int](), set[int]()
+    named_values: dict[str, tuple[PythonName, Any]] = {}
+    seen_ids, reached = set[int](), set[int]()
 
-    def add(place: PythonName, value: Any) -> None:
+    def add(python_name: PythonName, value: Any) -> None:
         if id(value) in reached:
             return
         reached.add(id(value))
-        key = place.name
-        while key in found or hasattr(nn.Module, key) or key in ("function", "places"):
+        key = python_name.name
+        while key in named_values or hasattr(nn.Module, key) or key in ("function", "places"):
             key += "_"
-        found[key] = place, value
+        named_values[key] = python_name, value
 
-    def look(place: PythonName, depth: int) -> None:
-        value = place.get()
+    def look(python_name: PythonName, depth: int) -> None:
+        value = python_name.get()
         if isinstance(value, nn.Parameter):
-            if id(value) in wanted:
-                add(place, value)
+            if id(value) in ids:
+                add(python_name, value)
         elif isinstance(value, nn.Module):
-            if any(id(parameter) in wanted for parameter in value.parameters()):
-                add(place, value)
+            if any(id(parameter) in ids for parameter in value.parameters()):
+                add(python_name, value)
         else:
             follow(value, depth + 1)
 
     def follow(value: Any, depth: int) -> None:
-        if depth > _DEPTH or id(value) in seen:
+        if depth > _DEPTH or id(value) in seen_ids:
             return
-        seen.add(id(value))
+        seen_ids.add(id(value))
         if isinstance(value, functools.partial):
-            for each in (value.func, *value.args, *value.keywords.values()):
-                follow(each, depth)
+            for part in (value.func, *value.args, *value.keywords.values()):
+                follow(part, depth)
         elif isinstance(value, types.MethodType):
             follow(value.__self__, depth)
             follow(value.__func__, depth)
         elif isinstance(value, types.FunctionType):
-            for place in _list_names(value):
-                look(place, depth)
+            for python_name in _list_names(value):
+                look(python_name, depth)
         elif is_of_project_class(value) and not isinstance(value, type | nn.Module):
             for name in list(getattr(value, "__dict__", {})):
                 look(PythonName(value, name, f"{type(value).__name__}.{name}", "attribute"), depth)
             follow(vars(type(value)).get("__call__"), depth)
 
     follow(loss, 0)
-    return found
+    return named_values
 
 
 def _list_names(function: types.FunctionType) -> Iterator[PythonName]:

@@ -73,12 +73,12 @@ class Objective:
     @property
     def factories(self) -> list[Any]:
         """What builds optimizer and scheduler, and what an optimizer object calls: roots of the code that these run."""
-        given = self.given_optimizer
-        found, held = [given], getattr(given, "optimizer", given)
-        if isinstance(held, torch.optim.Optimizer):
-            hooks = held._optimizer_step_pre_hooks, held._optimizer_step_post_hooks
-            found += [held.step, *(hook for each in hooks for hook in each.values())]
-        return [*found, *([self.scheduler] if self.scheduler else [])]
+        given_optimizer = self.given_optimizer
+        roots, optimizer = [given_optimizer], getattr(given_optimizer, "optimizer", given_optimizer)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+            roots += [optimizer.step, *(hook for hook_group in hooks for hook in hook_group.values())]
+        return [*roots, *([self.scheduler] if self.scheduler else [])]
 
 
 def named_parameters(model: nn.Module, losses: Collection[Any]) -> Parameters:
@@ -109,22 +109,22 @@ def find_held_names(parameters: Parameters, factory: OptimizerFactory) -> tuple[
             f"optimizer(parameters) must return a torch.optim.Optimizer, or a list of them, not a "
             f"{type(optimizer).__name__}"
         )
-    for each in optimizers_in(optimizer):
-        _refuse_closure(each)
-    taken = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(id(parameter) not in names for parameter in taken):
+    for inner_optimizer in optimizers_in(optimizer):
+        _refuse_closure(inner_optimizer)
+    group_parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in names for parameter in group_parameters):
         raise PolylaneError("optimizer(parameters) must optimize the parameters it is given, not copies of them")
     refuse_untrainable(parameters)
-    if not any(parameter.requires_grad for parameter in taken):
+    if not any(parameter.requires_grad for parameter in group_parameters):
         raise PolylaneError("the optimizer takes no parameter that requires a gradient, so that it would train nothing")
-    held = {names[id(parameter)] for parameter in taken}
-    return tuple(name for name, _ in parameters if name in held)
+    held_names = {names[id(parameter)] for parameter in group_parameters}
+    return tuple(name for name, _ in parameters if name in held_names)
 
 
-def trainable_names(parameters: Parameters, held: Collection[str]) -> list[str]:
+def trainable_names(parameters: Parameters, held_names: Collection[str]) -> list[str]:
     """Return those of an optimizer's parameters that require a gradient now; others take part as constants."""
-    known = frozenset(held)
-    return [name for name, parameter in parameters if parameter.requires_grad and name in known]
+    names = frozenset(held_names)
+    return [name for name, parameter in parameters if parameter.requires_grad and name in names]
 
 
 def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
@@ -161,21 +161,21 @@ def build_scheduler(factory: SchedulerFactory | None, optimizer: torch.optim.Opt
     """
     if factory is None:
         return None
-    found = factory(as_given(optimizer))
-    several = isinstance(found, list | tuple)
-    for scheduler in found if several else [] if found is None else [found]:
+    result = factory(as_given(optimizer))
+    several = isinstance(result, list | tuple)
+    for scheduler in result if several else [] if result is None else [result]:
         if not callable(getattr(scheduler, "step", None)):
             raise PolylaneError(
                 f"scheduler(optimizer) must return a learning-rate scheduler, with a step(), or a list of them, not a "
                 f"{type(scheduler).__name__}: torch.optim.lr_scheduler.LambdaLR makes one of a function of the step"
             )
-        own = getattr(scheduler, "optimizer", None)
-        if isinstance(own, torch.optim.Optimizer) and not any(own is each for each in optimizers_in(optimizer)):
+        target = getattr(scheduler, "optimizer", None)
+        if isinstance(target, torch.optim.Optimizer) and not any(target is part for part in optimizers_in(optimizer)):
             raise PolylaneError(
                 f"scheduler(optimizer) must return a scheduler of the optimizer that it is given, and this "
                 f"{type(scheduler).__name__} sets the rates of another one"
             )
-    return SchedulerSequence(found) if several else found
+    return SchedulerSequence(result) if several else result
 
 
 def needs_metric(scheduler: Any) -> bool:
@@ -234,7 +234,7 @@ def build_objectives(
         raise PolylaneError(f"losses named {sorted(loss)} take a mapping of optimizers with the same names")
     # Parameters of a loss module are named "loss.": with two such modules the names would not be unique.
     shared = [
-        name for name, each in loss.items() if isinstance(each, nn.Module) and next(each.parameters(), None) is not None
+        name for name, term in loss.items() if isinstance(term, nn.Module) and next(term.parameters(), None) is not None
     ]
     if len(shared) > 1:
         raise PolylaneError(f"losses {', '.join(sorted(shared))} both have parameters: move them into the model")

@@ -42,11 +42,11 @@ class OptimizerPart:
     begin: int
     end: int
 
-    def slice_of(self, whole: Tensor) -> Tensor:
+    def slice_of(self, full_tensor: Tensor) -> Tensor:
         """Return the same part of a tensor of the full parameter's shape, as a view if that is contiguous."""
-        if whole.is_sparse and self.end - self.begin == whole.numel():
-            return whole
-        return whole.reshape(-1)[self.begin : self.end].view(self.parameter.shape)
+        if full_tensor.is_sparse and self.end - self.begin == full_tensor.numel():
+            return full_tensor
+        return full_tensor.reshape(-1)[self.begin : self.end].view(self.parameter.shape)
 
 
 # Attributes that torch's own optimizers have.
@@ -58,7 +58,7 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]
     yield from ((name, value) for name, value in vars(optimizer).items() if name not in BASE_ATTRIBUTES)
 
 
-def find_tensors(value: Any, seen: Collection[int] = ()) -> list[Tensor]:
+def find_tensors(value: Any, seen_ids: Collection[int] = ()) -> list[Tensor]:
     """Return the tensors in nested lists and mappings, and in optimizers in these."""
     if isinstance(value, Tensor):
         return [value]
@@ -66,8 +66,8 @@ def find_tensors(value: Any, seen: Collection[int] = ()) -> list[Tensor]:
     values = (
         values.values() if isinstance(values, Mapping) else values if isinstance(values, (list, tuple, deque)) else ()
     )
-    within = {*seen, id(value)}
-    return [tensor for each in values if id(each) not in within for tensor in find_tensors(each, within)]
+    within = {*seen_ids, id(value)}
+    return [tensor for item in values if id(item) not in within for tensor in find_tensors(item, within)]
 
 
 def replace_parameters(optimizer: torch.optim.Optimizer, pieces: Mapping[nn.Parameter, OptimizerPart | None]) -> None:
@@ -81,10 +81,10 @@ def replace_parameters(optimizer: torch.optim.Optimizer, pieces: Mapping[nn.Para
     """
     replaced = {parameter: None if piece is None else piece.parameter for parameter, piece in pieces.items()}
     for group in optimizer.param_groups:
-        own = [replaced.get(parameter, parameter) for parameter in group["params"]]
+        parameters = [replaced.get(parameter, parameter) for parameter in group["params"]]
         if "param_names" in group:
-            group["param_names"] = [n for n, p in zip(group["param_names"], own, strict=True) if p is not None]
-        group["params"] = [parameter for parameter in own if parameter is not None]
+            group["param_names"] = [n for n, p in zip(group["param_names"], parameters, strict=True) if p is not None]
+        group["params"] = [parameter for parameter in parameters if parameter is not None]
     for parameter, piece in pieces.items():
         state = optimizer.state.pop(parameter, {})
         if piece is not None and state:
@@ -112,7 +112,7 @@ def find_unshardable(
     Raises:
         PolylaneError: an optimizer's update of one parameter depends on others, so that they cannot be distributed.
     """
-    found = {name for name, parameter in parameters if parameter.dim() == 0} | set(hooked_names(parameters))
+    names = {name for name, parameter in parameters if parameter.dim() == 0} | set(hooked_names(parameters))
     for factory in optimizers:
         try:
             different = _find_different(parameters, factory)
@@ -120,8 +120,8 @@ def find_unshardable(
             raise
         except Exception:  # the user's own optimizer may fail on small parameters in any way
             different = {name for name, _ in parameters}
-        found |= different
-    return found
+        names |= different
+    return names
 
 
 def explain_coupling(
@@ -155,9 +155,9 @@ def explain_coupling(
         return f"looks at several parameters at once{_format_place(trace.line)}"
     if trace.draws:
         return f"draws random numbers{_format_place(trace.draws)}"
-    beside = _find_kept_tensors(parameters, factory)
-    place = "where no plan finds them (torch's optimizers have them in self.state[parameter])"
-    keeps = f"keeps tensors for its parameters in self.{beside}, {place}" if beside else ""
+    attribute = _find_kept_tensors(parameters, factory)
+    location = "where no plan finds them (torch's optimizers have them in self.state[parameter])"
+    keeps = f"keeps tensors for its parameters in self.{attribute}, {location}" if attribute else ""
     try:
         if _are_updates_separate(parameters, factory, groups, sparse, moved):
             return ""
@@ -179,8 +179,8 @@ def _find_kept_tensors(parameters: Sequence[tuple[str, nn.Parameter]], factory: 
         _, built = build_on_trial(factory, draw_trial(parameters).values)
     except Exception:  # a factory that knows the shapes of its own model
         return ""
-    kept = ((n, v) for n, v in own_attributes(built) if not isinstance(v, torch.optim.Optimizer))
-    return next((name for name, value in kept if find_tensors(value)), "")
+    attributes = ((n, v) for n, v in own_attributes(built) if not isinstance(v, torch.optim.Optimizer))
+    return next((name for name, value in attributes if find_tensors(value)), "")
 
 
 class _ShareFailed(Exception):
@@ -222,17 +222,17 @@ def _are_shares_equal(factory: OptimizerFactory, trial: Trial, groups: Iterable[
     shares = [{**full, **{n: (0, 0) for n in trial.values if n not in group}} for group in groups]
     # Every training begins with the same random state, as workers do.
     with trying():
-        before = torch.get_rng_state()
-        whole = _train_values(factory, trial, {})
+        random_state = torch.get_rng_state()
+        full_values = _train_values(factory, trial, {})
         for share in shares:
-            torch.set_rng_state(before)
-            own = [name for name in trial.values if share.get(name) != (0, 0)]
+            torch.set_rng_state(random_state)
+            names = [name for name in trial.values if share.get(name) != (0, 0)]
             try:
                 values = _train_values(factory, trial, share, False)
             except Exception as error:
                 raise _ShareFailed(error) from error
             # The same operators on the same values: of half precision, too, nothing rounds in another way.
-            if _find_unlike(whole, [values], own, units=0):
+            if _find_unlike(full_values, [values], names, units=0):
                 return False
     return True
 
@@ -278,27 +278,27 @@ def _find_different_in(trial: Trial, factory: OptimizerFactory) -> set[str]:
     """Return which parameters train otherwise if all that have their number of dimensions are two uneven vectors."""
     values, different = trial.values, set[str]()
     with trying():
-        whole = _train_values(factory, trial, {})
+        full_values = _train_values(factory, trial, {})
         for dim in sorted({value.dim() for value in values.values()} - {0}):
             cuts = {n: v.numel() * 2 // 5 + 1 for n, v in values.items() if v.dim() == dim}
             try:
-                first = _train_values(factory, trial, {n: (0, cut) for n, cut in cuts.items()})
+                first_part = _train_values(factory, trial, {n: (0, cut) for n, cut in cuts.items()})
                 second = _train_values(factory, trial, {n: (cut, values[n].numel()) for n, cut in cuts.items()})
-                different |= _find_unlike(whole, [first, second], cuts)
+                different |= _find_unlike(full_values, [first_part, second], cuts)
             except Exception:  # an optimizer may refuse vectors
                 different |= set(cuts)
     return different
 
 
 def _find_unlike(
-    whole: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]], names: Iterable[str], units: int = 2
+    full_values: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]], names: Iterable[str], units: int = 2
 ) -> set[str]:
-    found = set[str]()
+    unlike_names = set[str]()
     for name in names:
         joined = torch.cat([part[name].reshape(-1) for part in parts if name in part])
-        if not are_equal(whole[name].reshape(-1), joined, 0, units):
-            found.add(name)
-    return found
+        if not are_equal(full_values[name].reshape(-1), joined, 0, units):
+            unlike_names.add(name)
+    return unlike_names
 
 
 def _train_values(
@@ -312,8 +312,8 @@ def _train_values(
         ends: (begin, end) of the part of a parameter, by name; empty parts are left out; others are full.
         flat: whether parts are vectors; else they have the parameter's shape.
     """
-    (own, optimizer), pieces = build_on_trial(factory, trial.values), dict[nn.Parameter, OptimizerPart | None]()
-    for name, parameter in own.items():
+    (parameters, optimizer), pieces = build_on_trial(factory, trial.values), dict[nn.Parameter, OptimizerPart | None]()
+    for name, parameter in parameters.items():
         if name in ends:
             begin, end = ends[name]
             part = parameter.detach().reshape(-1)[begin:end].clone()
@@ -321,12 +321,12 @@ def _train_values(
             pieces[parameter] = None if cut is None else OptimizerPart(cut, begin, end)
     replace_parameters(optimizer, pieces)
     for step in trial.steps:
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             piece = pieces.get(parameter)
             if piece is not None:
                 piece.parameter.grad = piece.slice_of(step[name]).clone()
             elif parameter not in pieces:
                 parameter.grad = step[name].clone()
         optimizer.step()
-    left = {name: pieces.get(p, OptimizerPart(p, 0, p.numel())) for name, p in own.items()}
-    return {name: piece.parameter.detach() for name, piece in left.items() if piece is not None}
+    parts = {name: pieces.get(p, OptimizerPart(p, 0, p.numel())) for name, p in parameters.items()}
+    return {name: piece.parameter.detach() for name, piece in parts.items() if piece is not None}

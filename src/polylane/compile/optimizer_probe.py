@@ -64,10 +64,10 @@ def find_whole_parameters(
         Name -> why it must stay whole; an :class:`UntriedOptimizer` where the optimizer does not run on trial. The
         user's hooks on gradients see whole ones, too.
     """
-    found = dict.fromkeys(hooked_names(parameters), HOOKED)
+    reasons = dict.fromkeys(hooked_names(parameters), HOOKED)
     for factory in optimizers:
-        found = _try_optimizer([(n, p) for n, p in parameters if p.dim() > 0], factory, sparse) | found
-    return found
+        reasons = _try_optimizer([(n, p) for n, p in parameters if p.dim() > 0], factory, sparse) | reasons
+    return reasons
 
 
 def _try_optimizer(parameters: Parameters, factory: OptimizerFactory, sparse: Collection[str]) -> dict[str, str]:
@@ -94,11 +94,11 @@ def _try_optimizer(parameters: Parameters, factory: OptimizerFactory, sparse: Co
 def _find_non_elementwise(trial: Trial, factory: OptimizerFactory) -> set[str]:
     different = set[str]()
     with trying():
-        whole = _train_values(factory, trial)
+        full_values = _train_values(factory, trial)
         # Along every dimension: Adafactor's row means survive a split of the columns' dimension only.
         for dim in trial.cut_dims:
             first, second = _train_in_halves(factory, trial, dim)
-            for n, value in whole.items():
+            for n, value in full_values.items():
                 joined = torch.cat([first[n], second[n]], min(dim, value.dim() - 1))
                 # One of length 1 has no halves, and was whole in both.
                 if not are_equal(value, first[n] if first[n].shape == value.shape else joined, ROUNDING):
@@ -112,15 +112,15 @@ class _HalfSums:
     Later calls return the sums over this half alone.
 
     Args:
-        known: for each of the first calls, the sums over both halves by parameter name.
+        known_sums: for each of the first calls, the sums over both halves by parameter name.
 
     Attributes:
         names: names of the half's parameters, by id of the tensor.
         asked: for every call so far, this half's partial sums by parameter name.
     """
 
-    def __init__(self, known: Sequence[dict[str, Tensor]]) -> None:
-        self._known = known
+    def __init__(self, known_sums: Sequence[dict[str, Tensor]]) -> None:
+        self._known = known_sums
         self.names: dict[int, str] = {}
         self.asked: list[dict[str, Tensor]] = []
 
@@ -138,19 +138,19 @@ def _train_in_halves(factory: OptimizerFactory, trial: Trial, dim: int) -> list[
     The halves run one after the other, so the first cannot wait for the second's sums. They are trained again once for
     every call: run n answers the first n calls with the sums that both halves had in the runs before.
     """
-    known: list[dict[str, Tensor]] = []
+    known_sums: list[dict[str, Tensor]] = []
     uncut = {n for n, v in trial.values.items() if v.shape[min(dim, v.dim() - 1)] == 1}  # which count once
     while True:
-        sums = (_HalfSums(known), _HalfSums(known))
+        sums = (_HalfSums(known_sums), _HalfSums(known_sums))
         first, second = sums
-        halves = [_train_values(factory, trial, _Half(dim, index, own)) for index, own in enumerate(sums)]
-        call = len(known)
+        halves = [_train_values(factory, trial, _Half(dim, index, half_sums)) for index, half_sums in enumerate(sums)]
+        call = len(known_sums)
         if len(first.asked) == len(second.asked) == call:
             return halves
         if len(first.asked) != len(second.asked) or first.asked[call].keys() != second.asked[call].keys():
             raise ValueError("sum_over_holders must be called once a step, with the same parameters on every worker")
-        other = second.asked[call]
-        known.append({n: own if n in uncut else own + other[n] for n, own in first.asked[call].items()})
+        addends = second.asked[call]
+        known_sums.append({n: value if n in uncut else value + addends[n] for n, value in first.asked[call].items()})
 
 
 @dataclass(frozen=True)
@@ -167,13 +167,13 @@ class _Half:
     index: int
     sums: _HalfSums
 
-    def take(self, whole: Tensor) -> Tensor:
+    def take(self, full_tensor: Tensor) -> Tensor:
         """Return a copy of this half of a tensor; all of it where its length is 1."""
-        dim = min(self.dim, whole.dim() - 1)
-        middle = whole.shape[dim] // 2
+        dim = min(self.dim, full_tensor.dim() - 1)
+        middle = full_tensor.shape[dim] // 2
         part = (slice(None), slice(0, middle), slice(middle, None))[0 if middle == 0 else 1 + self.index]
-        half = densify(whole)[(slice(None),) * dim + (part,)].clone()
-        return half.to_sparse(1) if whole.is_sparse else half
+        half = densify(full_tensor)[(slice(None),) * dim + (part,)].clone()
+        return half.to_sparse(1) if full_tensor.is_sparse else half
 
 
 def _train_values(factory: OptimizerFactory, trial: Trial, half: _Half | None = None) -> dict[str, Tensor]:
@@ -181,19 +181,19 @@ def _train_values(factory: OptimizerFactory, trial: Trial, half: _Half | None = 
 
     As in a training the optimizer is built on whole parameters, of which each worker then takes its part.
     """
-    own, optimizer = build_on_trial(factory, trial.values)
+    parameters, optimizer = build_on_trial(factory, trial.values)
     if half is not None:
-        half.sums.names = {id(parameter): n for n, parameter in own.items()}
+        half.sums.names = {id(parameter): n for n, parameter in parameters.items()}
         set_sum_over_holders(optimizer, half.sums)
-        for parameter in own.values():
-            whole = parameter.data
-            parameter.data = half.take(whole)
+        for parameter in parameters.values():
+            full_tensor = parameter.data
+            parameter.data = half.take(full_tensor)
             state: dict[str, Any] = optimizer.state.get(parameter, {})
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == whole.shape:
+                if isinstance(value, Tensor) and value.shape == full_tensor.shape:
                     state[key] = half.take(value)
     for step in trial.steps:
-        for n, parameter in own.items():
+        for n, parameter in parameters.items():
             parameter.grad = step[n].clone() if half is None else half.take(step[n])
         optimizer.step()
-    return {n: parameter.detach() for n, parameter in own.items()}
+    return {n: parameter.detach() for n, parameter in parameters.items()}

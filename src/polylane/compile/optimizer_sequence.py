@@ -37,8 +37,8 @@ class OptimizerSequence(torch.optim.Optimizer):
         self.state = _SharedState(self.optimizers)  # type: ignore[assignment]
         if not self.optimizers:
             raise PolylaneError("optimizer(parameters) returns an empty list: there is nothing to train with")
-        taken = [id(parameter) for group in self.param_groups for parameter in group["params"]]
-        if len(set(taken)) < len(taken):
+        parameter_ids = [id(parameter) for group in self.param_groups for parameter in group["params"]]
+        if len(set(parameter_ids)) < len(parameter_ids):
             raise PolylaneError("two of the optimizers that optimizer(parameters) returns have the same parameter")
 
     @property
@@ -83,8 +83,11 @@ class _SharedState(MutableMapping[Tensor, Any]):
         raise KeyError(parameter)
 
     def __setitem__(self, parameter: Tensor, value: Any) -> None:
-        groups = ((each, group["params"]) for each in self._optimizers for group in each.param_groups)
-        owner = next((each for each, own in groups if any(other is parameter for other in own)), self._optimizers[0])
+        groups = ((optimizer, group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
+        owner = next(
+            (optimizer for optimizer, parameters in groups if any(candidate is parameter for candidate in parameters)),
+            self._optimizers[0],
+        )
         owner.state[parameter] = value
 
     def __delitem__(self, parameter: Tensor) -> None:
@@ -113,12 +116,12 @@ class SchedulerSequence:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all schedulers."""
-        return {"schedulers": [each.state_dict() for each in self.schedulers]}
+        return {"schedulers": [scheduler.state_dict() for scheduler in self.schedulers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the states of all schedulers to those that :meth:`state_dict` returned."""
-        for each, own in zip(self.schedulers, state["schedulers"], strict=True):
-            each.load_state_dict(own)
+        for scheduler, scheduler_state in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(scheduler_state)
 
 
 @dataclass(frozen=True)
@@ -137,27 +140,27 @@ class JoinedFactory:
     def __call__(self, parameters: Any) -> Any:
         if not self.outside:
             return join_optimizers(self.factory(parameters))
-        names, given = {name for name, _ in self.outside}, dict(parameters)
-        found = join_optimizers(self.factory([(name, p) for name, p in given.items() if name not in names]))
-        if isinstance(found, torch.optim.Optimizer):
-            replaced = {id(p): given.get(name) for name, p in self.outside}
-            for group in found.param_groups:
-                own = [replaced.get(id(p), p) for p in group["params"]]
-                group["params"] = [p for p in own if p is not None]
+        names, arguments = {name for name, _ in self.outside}, dict(parameters)
+        optimizer = join_optimizers(self.factory([(name, p) for name, p in arguments.items() if name not in names]))
+        if isinstance(optimizer, torch.optim.Optimizer):
+            replaced = {id(p): arguments.get(name) for name, p in self.outside}
+            for group in optimizer.param_groups:
+                new_parameters = [replaced.get(id(p), p) for p in group["params"]]
+                group["params"] = [p for p in new_parameters if p is not None]
             for _, parameter in self.outside:
                 stand_in = replaced[id(parameter)]
-                if stand_in is not parameter and parameter in found.state:
-                    state = found.state.pop(parameter)
+                if stand_in is not parameter and parameter in optimizer.state:
+                    state = optimizer.state.pop(parameter)
                     if stand_in is not None and stand_in.shape == parameter.shape:
-                        found.state[stand_in] = state
-        return found
+                        optimizer.state[stand_in] = state
+        return optimizer
 
 
-def join_optimizers(found: Any) -> Any:
+def join_optimizers(optimizers: Any) -> Any:
     """Return a list of optimizers as one; anything else as it is."""
-    if isinstance(found, list | tuple) and all(isinstance(each, torch.optim.Optimizer) for each in found):
-        return OptimizerSequence(found)
-    return found
+    if isinstance(optimizers, list | tuple) and all(isinstance(item, torch.optim.Optimizer) for item in optimizers):
+        return OptimizerSequence(optimizers)
+    return optimizers
 
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

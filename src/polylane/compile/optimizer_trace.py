@@ -51,14 +51,14 @@ class UpdateTrace:
 
     def add(self, name: str, origin: Origin) -> None:
         """Record what a parameter's update was computed from."""
-        others = origin.names - {name}
-        self.whole |= origin.whole | (others and origin.names)
-        self.joined.setdefault(name, set()).update(others)
-        self.line = self.line or (origin.line if others else "")
+        other_names = origin.names - {name}
+        self.whole |= origin.whole | (other_names and origin.names)
+        self.joined.setdefault(name, set()).update(other_names)
+        self.line = self.line or (origin.line if other_names else "")
 
     def joins(self, group: Collection[str]) -> bool:
         """Return whether an update of a group's parameters depends on parameters that are not in the group."""
-        return any(not others.issubset(group) for name, others in self.joined.items() if name in group)
+        return any(not other_names.issubset(group) for name, other_names in self.joined.items() if name in group)
 
 
 def trace_updates(parameters: Parameters, factory: OptimizerFactory, sparse: Collection[str] = ()) -> UpdateTrace:
@@ -83,14 +83,14 @@ _known: dict[Any, UpdateTrace] = {}  # of torch's own optimizers, whose steps de
 def _describe_training(parameters: Parameters, factory: OptimizerFactory, sparse: Collection[str]) -> Any:
     """Return all that a trace of torch's own optimizer depends on; None for one of the user's, or with hooks."""
     try:
-        own, built = build_on_trial(factory, {n: torch.zeros([1] * p.dim()) for n, p in parameters})
+        trial_parameters, built = build_on_trial(factory, {n: torch.zeros([1] * p.dim()) for n, p in parameters})
     except Exception:  # a factory that knows the shapes of its own model
         return None
     hooks = [getattr(built, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
     if "step" in vars(built) or any(hooks) or not type(built).__module__.startswith("torch.optim."):
         return None
     shapes = tuple((n, tuple(p.shape), p.dtype) for n, p in parameters)
-    names = {id(p): n for n, p in own.items()}
+    names = {id(p): n for n, p in trial_parameters.items()}
     groups = [
         ([names[id(p)] for p in g["params"]], sorted((k, repr(v)) for k, v in g.items() if k != "params"))
         for g in built.param_groups
@@ -102,37 +102,37 @@ def _trace_factory(parameters: Parameters, factory: OptimizerFactory, sparse: Co
     # On the large first: some optimizers go by the size, and none treats small parameters alone in another way.
     is_half = any(p.dtype in (torch.float16, torch.bfloat16) for _, p in parameters)
     large = islice(draw_true_trials(parameters, factory, (), sparse), 2 if is_half else 1)
-    found = _trace_trials(factory, large, sparse)
-    return found or _trace_trials(factory, [draw_trial(parameters, sparse)], sparse) or UpdateTrace()
+    trace = _trace_trials(factory, large, sparse)
+    return trace or _trace_trials(factory, [draw_trial(parameters, sparse)], sparse) or UpdateTrace()
 
 
 def _trace_trials(factory: OptimizerFactory, trials: Iterable[Trial], sparse: Collection[str]) -> UpdateTrace | None:
     """Return what the updates of some trials depend on; None where there are none, or the optimizer does not run."""
-    found = None
+    trace = None
     try:
         for trial in trials:
-            found = found or UpdateTrace()
-            _trace_trial(factory, trial, sparse, found)
+            trace = trace or UpdateTrace()
+            _trace_trial(factory, trial, sparse, trace)
     except Exception:  # the user's code on tensors that it was not written for: trials tell of it
         return None
-    return found
+    return trace
 
 
-def _trace_trial(factory: OptimizerFactory, trial: Trial, sparse: Collection[str], found: UpdateTrace) -> None:
+def _trace_trial(factory: OptimizerFactory, trial: Trial, sparse: Collection[str], trace: UpdateTrace) -> None:
     mode = Origins({n: v.numel() for n, v in trial.values.items()}, sparse)
-    base = _train(factory, trial, mode, found)
-    found.draws = found.draws or mode.draws
+    base = _train(factory, trial, mode, trace)
+    trace.draws = trace.draws or mode.draws
     for origin in mode.reads:
-        found.whole |= origin.whole
+        trace.whole |= origin.whole
         if len(origin.names) > 1:  # Python may do anything with it
             for name in trial.values:
-                found.add(name, origin)
+                trace.add(name, origin)
     if len(trial.values) > 1 and any(len(origin.names) == 1 for origin in mode.reads):
-        _find_decisions(factory, trial, base, mode, found)
+        _find_decisions(factory, trial, base, mode, trace)
 
 
 def _find_decisions(
-    factory: OptimizerFactory, trial: Trial, base: Mapping[str, Tensor], mode: Origins, found: UpdateTrace
+    factory: OptimizerFactory, trial: Trial, base: Mapping[str, Tensor], mode: Origins, trace: UpdateTrace
 ) -> None:
     """Find updates that depend on numbers read of other parameters, by giving other numbers to the optimizer.
 
@@ -151,53 +151,53 @@ def _find_decisions(
         for name in set(names) - group:
             if not are_equal(base[name], values[name], 0, 0):
                 line = next(origin.line for origin in mode.reads if not origin.names.isdisjoint(group))
-                found.add(name, Origin(whole=frozenset(read & group) | {name}, line=line))
+                trace.add(name, Origin(whole=frozenset(read & group) | {name}, line=line))
 
 
-def _train(factory: OptimizerFactory, trial: Trial, mode: Origins, found: UpdateTrace | None) -> dict[str, Tensor]:
+def _train(factory: OptimizerFactory, trial: Trial, mode: Origins, trace: UpdateTrace | None) -> dict[str, Tensor]:
     """Return the values of parameters after a trial's first steps.
 
     Args:
         factory: the user's optimizer factory.
         trial: initial values and gradients.
         mode: follows the steps.
-        found: gets what updates depend on, in these steps and at a far count of steps; None: they are not asked for.
+        trace: gets what updates depend on, in these steps and at a far count of steps; None: they are not asked for.
     """
     steps = trial.steps[: len(ANSWERS)]
     with trying(), mode, SeenArrays(mode):
-        own, optimizer = build_on_trial(factory, trial.values, mode.mark)
+        trial_parameters, optimizer = build_on_trial(factory, trial.values, mode.mark)
         set_sum_over_holders(optimizer, mode.forget)
         counts: list[_Counts] = []
         for mode.number, step in enumerate(steps):
             counts.append(_count(optimizer))
-            _take_step(own, optimizer, step, mode, found)
-        values = {n: p.detach().clone() for n, p in own.items()}
-        if found is not None:
+            _take_step(trial_parameters, optimizer, step, mode, trace)
+        values = {n: p.detach().clone() for n, p in trial_parameters.items()}
+        if trace is not None:
             _move_counts(counts[-1], _count(optimizer))
             try:
                 for step in steps[:2]:
-                    _take_step(own, optimizer, step, mode, found)
+                    _take_step(trial_parameters, optimizer, step, mode, trace)
             except Exception:  # a schedule of the optimizer's own may end before such counts
                 pass
     return values
 
 
 def _take_step(
-    own: Mapping[str, Tensor],
+    trial_parameters: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     gradients: Mapping[str, Tensor],
     mode: Origins,
-    found: UpdateTrace | None,
+    trace: UpdateTrace | None,
 ) -> None:
-    for name, parameter in own.items():
+    for name, parameter in trial_parameters.items():
         parameter.grad = gradients[name].clone()
         mode.mark(name, parameter)
         mode.mark(name, parameter.grad)
     set_mode(optimizer, True)
     optimizer.step()
     set_mode(optimizer, False)
-    for name, parameter in own.items() if found is not None else ():
-        found.add(name, mode.origin_of(parameter))  # type: ignore[union-attr]
+    for name, parameter in trial_parameters.items() if trace is not None else ():
+        trace.add(name, mode.origin_of(parameter))  # type: ignore[union-attr]
 
 
 # ---- counts ----------------------------------------------------------------------------------------------------------
@@ -207,26 +207,26 @@ _Counts = dict[tuple[Any, ...], tuple[Any, Any]]  # numbers by where they are, e
 
 def _count(optimizer: torch.optim.Optimizer) -> _Counts:
     """Return the numbers that an optimizer keeps: in attributes, options and states, also of optimizers inside it."""
-    found, seen = _Counts(), set[int]()
+    counts, seen_ids = _Counts(), set[int]()
 
     def visit(value: Any, path: tuple[Any, ...]) -> None:
-        if id(value) in seen:
+        if id(value) in seen_ids:
             return
-        seen.add(id(value))
+        seen_ids.add(id(value))
         values = vars(value) if isinstance(value, torch.optim.Optimizer) else value
-        for key, each in values.items() if isinstance(values, Mapping) else enumerate(values):
-            place = (*path, id(key) if isinstance(key, Tensor) else key)
-            if isinstance(each, (int, float)) and not isinstance(each, bool):
-                found[place] = values, each
-            elif isinstance(each, (Mapping, list, torch.optim.Optimizer)):
-                visit(each, place)
+        for key, item in values.items() if isinstance(values, Mapping) else enumerate(values):
+            item_path = (*path, id(key) if isinstance(key, Tensor) else key)
+            if isinstance(item, (int, float)) and not isinstance(item, bool):
+                counts[item_path] = values, item
+            elif isinstance(item, (Mapping, list, torch.optim.Optimizer)):
+                visit(item, item_path)
 
     visit(optimizer, ())
-    return found
+    return counts
 
 
-def _move_counts(before: _Counts, after: _Counts) -> None:
+def _move_counts(old_counts: _Counts, new_counts: _Counts) -> None:
     """Set the numbers that a step has counted up by one to one before a far count."""
-    for place, (values, number) in after.items():
-        if place in before and number == before[place][1] + 1:
-            values[place[-1]] = type(number)(FAR_COUNT - 1)
+    for path, (values, number) in new_counts.items():
+        if path in old_counts and number == old_counts[path][1] + 1:
+            values[path[-1]] = type(number)(FAR_COUNT - 1)

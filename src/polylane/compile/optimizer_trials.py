@@ -48,8 +48,8 @@ class Trial:
 
         Of small parameters all are.
         """
-        most = max((v.dim() for v in self.values.values()), default=0)
-        longest = [max(v.shape[dim] for v in self.values.values() if v.dim() > dim) for dim in range(most)]
+        dim_count = max((v.dim() for v in self.values.values()), default=0)
+        longest = [max(v.shape[dim] for v in self.values.values() if v.dim() > dim) for dim in range(dim_count)]
         return [dim for dim, length in enumerate(longest) if length > SIZE or max(longest) <= SIZE]
 
 
@@ -103,7 +103,7 @@ def _without_component(gradient: Tensor, value: Tensor) -> Tensor:
 def draw_true_trials(
     parameters: Parameters,
     factory: OptimizerFactory,
-    known: Collection[str],
+    known_names: Collection[str],
     sparse: Collection[str] = (),
     sides: Mapping[str, object] | None = None,
 ) -> Iterator[Trial]:
@@ -117,12 +117,12 @@ def draw_true_trials(
     Args:
         parameters: (name, parameter) of all parameters with dimensions.
         factory: the user's optimizer factory.
-        known: names of the parameters that need no further trial.
+        known_names: names of the parameters that need no further trial.
         sparse: names of the parameters whose gradients are sparse.
         sides: by name what else tells parameters of a large model apart, of which one is tried for all.
     """
     types = {name: p.dtype for name, p in parameters if p.dtype in (torch.float16, torch.bfloat16)}
-    for i, shapes in enumerate(_find_true_shapes(parameters, factory, known, sparse, sides or {})):
+    for i, shapes in enumerate(_find_true_shapes(parameters, factory, known_names, sparse, sides or {})):
         yield draw_trial(parameters, sparse, shapes)
         if types and i == 0:
             yield draw_trial(parameters, sparse, shapes, types)
@@ -148,21 +148,21 @@ def build_on_trial(
     Raises:
         ValueError: the optimizer takes other parameters than those that its factory is given.
     """
-    own = small_parameters(values)
-    for name, parameter in own.items():
+    trial_parameters = small_parameters(values)
+    for name, parameter in trial_parameters.items():
         mark(name, parameter)
-    optimizer = factory(list(own.items()))
-    given = {id(parameter) for parameter in own.values()}
-    if any(id(parameter) not in given for group in optimizer.param_groups for parameter in group["params"]):
+    optimizer = factory(list(trial_parameters.items()))
+    parameter_ids = {id(parameter) for parameter in trial_parameters.values()}
+    if any(id(parameter) not in parameter_ids for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError("optimizer(parameters) takes other parameters than those that it is given")
     set_mode(optimizer, True)
-    return own, optimizer
+    return trial_parameters, optimizer
 
 
 def _find_true_shapes(
     parameters: Parameters,
     factory: OptimizerFactory,
-    known: Collection[str],
+    known_names: Collection[str],
     sparse: Collection[str],
     sides: Mapping[str, object],
 ) -> list[dict[str, Shape]]:
@@ -170,24 +170,24 @@ def _find_true_shapes(
     full = {name: tuple(p.shape) for name, p in parameters if p.dim() and p.numel()}
     if sum(map(math.prod, full.values())) > TOTAL:
         options, of = _describe_options(parameters, factory), dict(parameters)
-        first = dict[object, str]()
+        first_names = dict[object, str]()
         for name in full:
-            if name not in known:
-                alike = full[name], of[name].dtype, name in sparse, options.get(name), sides.get(name)
-                first.setdefault(alike, name)
-        full = {name: full[name] for name in first.values()}
+            if name not in known_names:
+                traits = full[name], of[name].dtype, name in sparse, options.get(name), sides.get(name)
+                first_names.setdefault(traits, name)
+        full = {name: full[name] for name in first_names.values()}
     small = {name: (SIZE,) * p.dim() for name, p in parameters}
-    if all(small[name] == shape or name in known for name, shape in full.items()):
+    if all(small[name] == shape or name in known_names for name, shape in full.items()):
         return []
     stand_ins = {name: list(_stand_ins(shape)) for name, shape in full.items()}
-    most = max(map(len, stand_ins.values()))
-    return [{name: each[i] for name, each in stand_ins.items() if i < len(each)} for i in range(most)]
+    trial_count = max(map(len, stand_ins.values()))
+    return [{name: shapes[i] for name, shapes in stand_ins.items() if i < len(shapes)} for i in range(trial_count)]
 
 
 def _describe_options(parameters: Parameters, factory: OptimizerFactory) -> dict[str, str]:
     """Return the options by which an optimizer steps each parameter, apart from rates; nothing if it is not built."""
     try:
-        own, built = build_on_trial(factory, {n: torch.zeros([SIZE] * p.dim()) for n, p in parameters})
+        trial_parameters, built = build_on_trial(factory, {n: torch.zeros([SIZE] * p.dim()) for n, p in parameters})
     except Exception:  # a factory that knows the shapes of its own model
         return {}
     of = {
@@ -195,7 +195,7 @@ def _describe_options(parameters: Parameters, factory: OptimizerFactory) -> dict
         for group in built.param_groups
         for p in group["params"]
     }
-    return {name: of.get(id(p), "") for name, p in own.items()}
+    return {name: of.get(id(p), "") for name, p in trial_parameters.items()}
 
 
 def _stand_ins(shape: Shape) -> Iterator[Shape]:
@@ -211,17 +211,17 @@ def _stand_ins(shape: Shape) -> Iterator[Shape]:
         yield flat
     for dim, size in enumerate(shape):
         if level[dim] < size:
-            others = _shorten((*shape[:dim], *shape[dim + 1 :]), max(1, ELEMENTS // size))
-            yield (*others[:dim], size, *others[dim:])
+            other_sizes = _shorten((*shape[:dim], *shape[dim + 1 :]), max(1, ELEMENTS // size))
+            yield (*other_sizes[:dim], size, *other_sizes[dim:])
 
 
-def _shorten(shape: Shape, most: int = ELEMENTS) -> Shape:
+def _shorten(shape: Shape, limit: int = ELEMENTS) -> Shape:
     """Return a shape with its longest dimensions shortened to one length, so that there are at most so many elements.
 
     Dimensions keep two rows where they have them.
     """
     lengths = range(2, max(shape, default=2) + 1)
-    fits = bisect.bisect_right(lengths, most, key=lambda length: math.prod(min(size, length) for size in shape))
+    fits = bisect.bisect_right(lengths, limit, key=lambda length: math.prod(min(size, length) for size in shape))
     return tuple(min(size, lengths[max(fits - 1, 0)]) for size in shape)
 
 
@@ -256,7 +256,7 @@ def trying() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def are_equal(one: Tensor, other: Tensor, absolute: float, units: int = 2) -> bool:
+def are_equal(values: Tensor, other_values: Tensor, absolute: float, units: int = 2) -> bool:
     """Return whether results of a trial agree.
 
     Of float64 all elements agree to rounding. Of half precision nearly all agree to a few units in the last place: a
@@ -264,11 +264,11 @@ def are_equal(one: Tensor, other: Tensor, absolute: float, units: int = 2) -> bo
     the last few elements, which do not fill a vector, once more than others.
 
     Args:
-        one, other: values of a parameter after two trainings.
+        values, other_values: values of a parameter after two trainings.
         absolute: tolerance for the absolute difference of float64 values.
         units: tolerance for half precision, in units of the last place.
     """
-    if one.dtype is torch.float64:
-        return torch.allclose(one, other, rtol=1e-9, atol=absolute)
-    unlike = ~torch.isclose(one, other, rtol=units * torch.finfo(one.dtype).eps, atol=0, equal_nan=True)
-    return int(unlike.sum()) <= TAIL + one.numel() / 1000
+    if values.dtype is torch.float64:
+        return torch.allclose(values, other_values, rtol=1e-9, atol=absolute)
+    unlike = ~torch.isclose(values, other_values, rtol=units * torch.finfo(values.dtype).eps, atol=0, equal_nan=True)
+    return int(unlike.sum()) <= TAIL + values.numel() / 1000

@@ -61,8 +61,8 @@ class Origin:
         return self.aligned | self.whole
 
     def __or__(self, other: Origin) -> Origin:
-        whole = self.whole | other.whole
-        return Origin((self.aligned | other.aligned) - whole, whole, self.line or other.line)
+        whole_names = self.whole | other.whole
+        return Origin((self.aligned | other.aligned) - whole_names, whole_names, self.line or other.line)
 
 
 _NOWHERE = None, Origin()  # of what is computed from no parameter
@@ -119,12 +119,12 @@ class Origins(TorchDispatchMode):
             self.draws = _find_line() or "?"
         for inputs, written, outputs in _match_places(kind, args, kwargs or {}, result):
             origin = self._join(inputs, _is_aligned(inputs) if kind.is_masked else kind.is_aligned)
-            known = {_key(tensor) for tensor in (*inputs, *written)}
+            known_keys = {_key(tensor) for tensor in (*inputs, *written)}
             for tensor in written:
                 is_all = tensor.layout is torch.strided and tensor.nbytes == tensor.untyped_storage().nbytes()
                 self._record(tensor, origin if is_all else origin | self.origin_of(tensor))
             for tensor in outputs:
-                if _key(tensor) not in known:  # else it is a view, or what was written
+                if _key(tensor) not in known_keys:  # else it is a view, or what was written
                     self._record(tensor, origin)
         return result
 
@@ -165,8 +165,8 @@ class SeenArrays(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ARRAYS and self._origins.read(args[:1]):
-            other = args[0].detach().clone()
-            args = (other.fill_(ANSWERS[self._origins.number](other.new_zeros(()).item())), *args[1:])
+            tensor = args[0].detach().clone()
+            args = (tensor.fill_(ANSWERS[self._origins.number](tensor.new_zeros(()).item())), *args[1:])
         return func(*args, **(kwargs or {}))
 
 
@@ -224,27 +224,27 @@ def _match_places(
     kind: _Operator, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
     """Yield inputs, written tensors and results of an operator: of one on lists, those at each place of the lists."""
-    given = {**dict(zip(kind.names, args, strict=False)), **kwargs}
-    lists = {n for n, v in given.items() if kind.is_on_lists and isinstance(v, (list, tuple)) and _find_tensors(v[:1])}
+    inputs = {**dict(zip(kind.names, args, strict=False)), **kwargs}
+    lists = {n for n, v in inputs.items() if kind.is_on_lists and isinstance(v, (list, tuple)) and _find_tensors(v[:1])}
     results = result if isinstance(result, (list, tuple)) else [result]
-    for place in range(len(given[next(iter(lists))])) if lists else (None,):
-        at = given if place is None else {n: v[place] if n in lists else v for n, v in given.items()}
+    for index in range(len(inputs[next(iter(lists))])) if lists else (None,):
+        at = inputs if index is None else {n: v[index] if n in lists else v for n, v in inputs.items()}
         yield (
             _find_tensors([v for n, v in at.items() if n not in kind.ignored]),
             _find_tensors([at[n] for n in kind.changed if n in at]),
-            _find_tensors(results if place is None else results[place : place + 1]),
+            _find_tensors(results if index is None else results[index : index + 1]),
         )
 
 
 def _find_tensors(values: Any) -> list[Tensor]:
     """Return the tensors in nested lists."""
-    found = list[Tensor]()
+    tensors = list[Tensor]()
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _find_tensors(value)
-    return found
+            tensors += _find_tensors(value)
+    return tensors
 
 
 def _find_line() -> str:

@@ -102,7 +102,7 @@ def check_optimizers(
         PolylaneError: a first step of torch's own optimizer raises; or an update depends on parameters that another
             worker updates.
     """
-    sparse = {name for each in partitions.values() for name in find_sparse_gradients(each.graph)}
+    sparse = {name for partition in partitions.values() for name in find_sparse_gradients(partition.graph)}
     for name, objective in objectives.items():
         optimizer = objective.optimizer(list(parameters))
         refuse_kept_gradients(parameters, objective, optimizer)
@@ -128,10 +128,10 @@ def refuse_kept_gradients(parameters: Parameters, objective: Objective, optimize
         return
     trial = draw_trial(parameters)
     try:
-        own, optimizer = build_on_trial(objective.optimizer, trial.values)
+        trial_parameters, optimizer = build_on_trial(objective.optimizer, trial.values)
         with trying():
             for gradients in (*trial.steps, *trial.steps):
-                for name, parameter in own.items():
+                for name, parameter in trial_parameters.items():
                     parameter.grad = gradients[name].clone()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -255,8 +255,8 @@ def _rehearse_step(
     Raises:
         PolylaneError: the step raised.
     """
-    own = not type(optimizer).__module__.startswith("torch.optim")
-    if own or any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups):
+    is_custom = not type(optimizer).__module__.startswith("torch.optim")
+    if is_custom or any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups):
         return  # those that are for accelerators alone do not step here
     trial = draw_trial(trained, sparse)
     try:
@@ -301,14 +301,14 @@ def _refuse_coupled(
     Raises:
         PolylaneError: an update is not the same where the parameters of other stages, or of other servers, are missing.
     """
-    groups, where = _parameter_groups(partitions, plan)
+    groups, option = _parameter_groups(partitions, plan)
     if len(groups) < 2:
         return
     try:
         reason = explain_coupling(parameters, objective.optimizer, groups, sparse)
     except Exception as error:  # the user's optimizer on tensors that it was not written for: whatever it raises
         warnings.warn(
-            f"{where} updates parameters on several workers, and it is not known whether the optimizer's updates of "
+            f"{option} updates parameters on several workers, and it is not known whether the optimizer's updates of "
             f"some depend on others, because it does not run on small parameters ({describe_error(error)})",
             stacklevel=5,
         )
@@ -316,7 +316,7 @@ def _refuse_coupled(
     if reason:
         clips = "; a bound on the norm of all gradients is --clip-norm" if "several parameters" in reason else ""
         raise PolylaneError(
-            f"{plan.title}: {where} updates parameters on several workers, and "
+            f"{plan.title}: {option} updates parameters on several workers, and "
             f"{_name_optimizer(parameters, objective)} {reason}: take another optimizer, or a plan without this{clips}"
         )
 

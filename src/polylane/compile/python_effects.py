@@ -25,10 +25,10 @@ def refuse_effects(partition: Partition, plan: Plan) -> None:
     refuse_repeated_effects(partition.graph, plan, plan.microbatches)
     _refuse_lost_writes(partition.graph, plan)
     _refuse_shared_memory(partition.graph, plan)
-    every = collect_effects(partition.graph)
+    effects_by_name = collect_effects(partition.graph)
     for who, effect in effects_by_module(partition.graph):
         # Equal effects name the same state: of a module that is called twice, or of several that write the same.
-        at = {name for name, effects in every.items() if effect in effects}
+        at = {name for name, effects in effects_by_name.items() if effect in effects}
         stages = sorted(
             {plan.first_chunk(s) for s in range(partition.stages) for node in partition.nodes(s) if node.name in at}
         )
@@ -42,10 +42,10 @@ def refuse_effects(partition: Partition, plan: Plan) -> None:
 def _refuse_shared_memory(graph: Graph, plan: Plan) -> None:
     """Refuse several workers that write memory which processes share: each would write in every step."""
     written = () if graph.code.effects is None else graph.code.effects.written_names
-    place = next((place for place in written if is_shared_memory(place.get())), None)
-    if place is not None and plan.processes > 1:
+    python_name = next((python_name for python_name in written if is_shared_memory(python_name.get())), None)
+    if python_name is not None and plan.processes > 1:
         raise PolylaneError(
-            f"the forward or the loss writes {place.label}, memory that processes share, and each of "
+            f"the forward or the loss writes {python_name.label}, memory that processes share, and each of "
             f"{plan.processes} workers would write it in every step: keep a plain value there"
         )
 
@@ -60,8 +60,8 @@ def _refuse_lost_writes(graph: Graph, plan: Plan) -> None:
             "for the pass: use shard=gradients, or write it outside of the forward and the loss"
         )
     effects = graph.code.effects
-    moved = () if effects is None else sorted(each for each in effects.moved_parameters if each in graph.parameters)
-    moved = [each for each in moved if graph.parameters[each].trainable]
+    moved = () if effects is None else sorted(name for name in effects.moved_parameters if name in graph.parameters)
+    moved = [name for name in moved if graph.parameters[name].trainable]
     if moved and plan.sync.shard != "none":
         raise PolylaneError(
             f"shard={plan.sync.shard}: the loss gives the parameter {moved[0]} other memory ({moved[0]}.data = ...), "

@@ -67,10 +67,10 @@ class ValueSpec:
 
     def shape(self, samples: int) -> tuple[int, ...]:
         """Return the shape of this worker's shard, for that number of samples."""
-        whole = self.whole_shape(samples)
+        full_shape = self.whole_shape(samples)
         if self.layout is None:
-            return whole
-        return self.layout.local_shape(self.name, whole, samples, self.coordinates, self.open_sizes)
+            return full_shape
+        return self.layout.local_shape(self.name, full_shape, samples, self.coordinates, self.open_sizes)
 
 
 def value_specs(
@@ -119,8 +119,8 @@ class SentShare:
         if value.is_floating_point() or value.is_complex():
             return value * ((self.stop - self.start) / self.samples)
         wide = value.to(torch.int64)
-        before, behind = (torch.div(wide * end, self.samples, rounding_mode="floor") for end in (self.start, self.stop))
-        return (behind - before).to(value.dtype)
+        begin, behind = (torch.div(wide * end, self.samples, rounding_mode="floor") for end in (self.start, self.stop))
+        return (behind - begin).to(value.dtype)
 
 
 @dataclass
@@ -185,8 +185,8 @@ class Resharder:
         replicas by samples, so it is that of one device. Gradients get the same factors on the way back.
         """
         stages = [self.plan.stage_and_replica(rank)[0] for rank in (self.rank, peer)]
-        alike = len(self._replica_ranks(stages[0])) == len(self._replica_ranks(stages[1]))
-        if alike or self.plan.takes_turns or not self.is_summed(value):
+        is_equal = len(self._replica_ranks(stages[0])) == len(self._replica_ranks(stages[1]))
+        if is_equal or self.plan.takes_turns or not self.is_summed(value):
             return None
         producer, consumer = (peer, self.rank) if gradient else (self.rank, peer)
         start, stop, weight = self._sample_range(
@@ -197,15 +197,15 @@ class Resharder:
 
     def _cached_piece(self, value: str, sender: int, receiver: int, samples: int, gradient: bool) -> IndexBox | None:
         (start, first), (end, second) = map(self.plan.stage_and_replica, (sender, receiver))
-        own = self._cached_box(value, self.rank, samples)
+        own_box = self._cached_box(value, self.rank, samples)
         # Same mesh: all of this worker's shard goes to its counterpart. An empty shard makes no message.
         if self.plan.exchanges_shards(start, end):
-            return relative_box(own, own) if box_volume(own) else None
+            return relative_box(own_box, own_box) if box_volume(own_box) else None
         # Only where replicas take turns does it matter which of them it is: each has the whole microbatch.
         turns = (first, second) if self.plan.takes_turns else (0, 0)
         for transfer in self._plan_transfers(value, start, end, samples, gradient, turns):
             if (transfer.sender, transfer.receiver) == (sender, receiver):
-                return relative_box(own, transfer.box)
+                return relative_box(own_box, transfer.box)
         return None
 
     def _plan_transfers(
@@ -243,9 +243,9 @@ class Resharder:
             return [(ranks, receivers[i * len(receivers) // len(senders)]) for i, ranks in enumerate(senders)]
         # Ranks without samples run on a padding sample; they send no values and get no gradients. They do receive
         # values, to run on. As senders their boxes would overlap those of the rank that has this sample.
-        counting = [[r for rank in each for r in rank if self._has_own_samples(r, samples)] for each in replicas]
-        every = [r for rank in replicas[1] for r in rank]
-        return [(counting[0], counting[1] if gradient else every)]
+        counting = [[r for rank in groups for r in rank if self._has_own_samples(r, samples)] for groups in replicas]
+        all_ranks = [r for rank in replicas[1] for r in rank]
+        return [(counting[0], counting[1] if gradient else all_ranks)]
 
     def _replica_ranks(self, stage: int) -> list[list[int]]:
         """Return the ranks of each of a stage's replicas; all of them as one if the batch dimension is sharded."""
@@ -288,8 +288,8 @@ class Resharder:
             return box
         # Then moved along the batch dimension to where its samples are in the microbatch. A value may have several rows
         # for each sample.
-        before = start * (spec.whole_shape(samples)[dim] // samples)
-        moved = tuple((first + before, last + before) for first, last in box[dim])
+        offset = start * (spec.whole_shape(samples)[dim] // samples)
+        moved = tuple((begin + offset, end + offset) for begin, end in box[dim])
         return (*box[:dim], moved, *box[dim + 1 :])
 
 
@@ -297,10 +297,10 @@ def extract_box(tensor: Tensor, box: IndexBox) -> Tensor:
     """Copy a box out of a tensor, by positions; a view of the tensor where each dimension has one range."""
     pieces = [tensor]
     for dim, ranges in enumerate(box):
-        pieces = [piece.narrow(dim, first, last - first) for piece in pieces for first, last in ranges]
+        pieces = [piece.narrow(dim, begin, end - begin) for piece in pieces for begin, end in ranges]
     if len(pieces) == 1:
         return pieces[0]
-    result = tensor.new_empty([sum(last - first for first, last in ranges) for ranges in box])
+    result = tensor.new_empty([sum(end - begin for begin, end in ranges) for ranges in box])
     for into, piece in zip(_split_by_ranges(result, box), pieces, strict=True):
         into.copy_(piece)
     return result
@@ -310,15 +310,15 @@ def write_box(tensor: Tensor, box: IndexBox, piece: Tensor, add: bool = False) -
     """Write a piece to the positions of a box in a tensor, or add it to what is there."""
     targets = [tensor]
     for dim, ranges in enumerate(box):
-        targets = [target.narrow(dim, first, last - first) for target in targets for first, last in ranges]
-    for target, own in zip(targets, _split_by_ranges(piece, box), strict=True):
-        target.add_(own) if add else target.copy_(own)
+        targets = [target.narrow(dim, begin, end - begin) for target in targets for begin, end in ranges]
+    for target, part in zip(targets, _split_by_ranges(piece, box), strict=True):
+        target.add_(part) if add else target.copy_(part)
 
 
 def _split_by_ranges(piece: Tensor, box: IndexBox) -> list[Tensor]:
     """Split a piece, in which the ranges of a box are side by side, into one part for each combination of ranges."""
     parts = [piece]
     for dim, ranges in enumerate(box):
-        ends = list(itertools.accumulate((last - first for first, last in ranges), initial=0))
+        ends = list(itertools.accumulate((end - begin for begin, end in ranges), initial=0))
         parts = [part.narrow(dim, a, b - a) for part in parts for a, b in itertools.pairwise(ends)]
     return parts

@@ -93,8 +93,8 @@ PADDING = SampleShare(0, 0, 1, 0)
 
 def count_replica_samples(batch: int, microbatches: int, replicas: int) -> list[int]:
     """Count the samples of a batch that each replica computes, padding excluded; by replica."""
-    every = (compute_shares(batch, microbatches, replicas, replica) for replica in range(replicas))
-    return [sum(share.samples * share.weight for share in own) for own in every]
+    replica_shares = (compute_shares(batch, microbatches, replicas, replica) for replica in range(replicas))
+    return [sum(share.samples * share.weight for share in shares) for shares in replica_shares]
 
 
 @dataclass(frozen=True)
@@ -189,22 +189,22 @@ class Batch:
         # The example decides only where it fits: as many leaves, and a tensor wherever the example splits one. A batch
         # of another form falls back on the sizes of its own leaves.
         tensors = [isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in self.leaves]
-        known = len(sampled) == len(tensors) and all(
+        matches_example = len(sampled) == len(tensors) and all(
             t for t, is_split in zip(tensors, sampled, strict=True) if is_split
         )
-        own = sampled if known else self.sampled
-        refuse_unequal_rows(self.leaves, own, None if self.form is None else self.form.structure)
+        split_flags = sampled if matches_example else self.sampled
+        refuse_unequal_rows(self.leaves, split_flags, None if self.form is None else self.form.structure)
         moved = to_device(self.leaves, device)
-        return Batch(self.samples, moved, self.offsets, own, self.shortest, self.form, self.is_collated)
+        return Batch(self.samples, moved, self.offsets, split_flags, self.shortest, self.form, self.is_collated)
 
     def __len__(self) -> int:
         return self.samples
 
 
-def share_offsets(own: Sequence[SampleShare]) -> dict[int, int]:
+def share_offsets(shares: Sequence[SampleShare]) -> dict[int, int]:
     """Return, by microbatch, the row at which its share begins when a worker's shares are concatenated in order."""
     result, at = {}, 0
-    for share in own:
+    for share in shares:
         result[share.microbatch] = at
         at += share.samples
     return result

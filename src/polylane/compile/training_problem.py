@@ -63,23 +63,25 @@ class TrainingProblem:
         object.__setattr__(self, "model", without_compiler(self.model))
         refuse_unusable_modules(self.model)
         refuse_undividable(self.example)
-        taken = {n: replace(o, loss=take_loss(o.loss, self.model, self.example)) for n, o in self.objectives.items()}
-        taken = {n: self._without_log(objective, taken) for n, objective in taken.items()}
+        objectives = {
+            n: replace(o, loss=take_loss(o.loss, self.model, self.example)) for n, o in self.objectives.items()
+        }
+        objectives = {n: self._without_log(objective, objectives) for n, objective in objectives.items()}
         with self.python_kept():
-            taken = {n: adopt_loss_parameters(self.model, objective) for n, objective in taken.items()}
-        object.__setattr__(self, "objectives", taken)
-        for name, objective in taken.items():
-            given = join_optimizers(objective.optimizer)
-            if isinstance(given, torch.optim.Optimizer):
-                taken[name] = replace(objective, optimizer=OptimizerObject(given, self.parameters))
+            objectives = {n: adopt_loss_parameters(self.model, objective) for n, objective in objectives.items()}
+        object.__setattr__(self, "objectives", objectives)
+        for name, objective in objectives.items():
+            optimizer = join_optimizers(objective.optimizer)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                objectives[name] = replace(objective, optimizer=OptimizerObject(optimizer, self.parameters))
 
     def _without_log(self, objective: Objective, objectives: Mapping[str, Objective]) -> Objective:
         """Return an objective whose loss is without the lines that only note something, and that has these apart."""
         if objective.log is not None:
             return objective
-        others: list[Any] = [each.loss for each in objectives.values() if each is not objective]
-        others += [factory for each in objectives.values() for factory in each.factories]
-        loss, log = split_log_statements(objective.loss, self.model, others)
+        functions: list[Any] = [sibling.loss for sibling in objectives.values() if sibling is not objective]
+        functions += [factory for sibling in objectives.values() for factory in sibling.factories]
+        loss, log = split_log_statements(objective.loss, self.model, functions)
         return replace(objective, loss=loss, log=log)
 
     @property
@@ -104,7 +106,9 @@ class TrainingProblem:
 
     def python_kept(self) -> AbstractContextManager[None]:
         """Context manager: what the user's code keeps in Python is put back; optimizers are tried, with their hooks."""
-        return python_kept(self.model, *self.losses, *(f for each in self.objectives.values() for f in each.factories))
+        return python_kept(
+            self.model, *self.losses, *(f for objective in self.objectives.values() for f in objective.factories)
+        )
 
     @cached_property
     def _is_indivisible(self) -> list[bool]:
@@ -119,7 +123,9 @@ class TrainingProblem:
     @cached_property
     def held(self) -> dict[str, tuple[str, ...]]:
         """By objective, the parameters that its optimizer holds, trained or not, in the model's order."""
-        return {name: find_held_names(self.parameters, each.optimizer) for name, each in self.objectives.items()}
+        return {
+            name: find_held_names(self.parameters, objective.optimizer) for name, objective in self.objectives.items()
+        }
 
     def take_batch(self, samples: int) -> Any:
         """Return a copy of the example's first samples, or of all of it where there are fewer or a part is no batch."""
@@ -141,45 +147,45 @@ class TrainingProblem:
         objective = objective or self.objective
         batch = self.example if samples is None else self.take_batch(samples)
         trainable = trainable_names(self.parameters, self.held[objective.name])
-        how: Any = {"trainable": trainable, "in_float64": self.in_float64, "check_device": self.device}
+        options: Any = {"trainable": trainable, "in_float64": self.in_float64, "check_device": self.device}
         try:
-            graph = capture_with_counts(self.model, objective.loss, batch, **how)
+            graph = capture_with_counts(self.model, objective.loss, batch, **options)
         except PolylaneError:
             # Some of its rows by themselves may be no batch, as of a graph's nodes: what fails on all of it is told.
             if samples is None or sample_count(flatten(batch)[0]) == sample_count(self.flat_example[0]):
                 raise
-            graph = capture_with_counts(self.model, objective.loss, self.example, **how)
+            graph = capture_with_counts(self.model, objective.loss, self.example, **options)
             self._is_indivisible.append(True)
         # A few samples may answer otherwise than the batch what the loss asks of it.
         if samples is not None and not are_answered(graph.code.readings, self.flat_example[0]):
-            graph = capture_with_counts(self.model, objective.loss, self.example, **how)
+            graph = capture_with_counts(self.model, objective.loss, self.example, **options)
         effects = graph.code.effects
         left_out = describe_left_out(self.model, objective.loss, effects.functions_run if effects else ())
         notes = (*graph.notes, *left_out, *([] if objective.log is None else [objective.log.describe()]))
         return replace(graph, notes=notes)
 
-    def captured(self, graph: Graph, **known: Any) -> CapturedProblem:
+    def captured(self, graph: Graph, **options: Any) -> CapturedProblem:
         """What costs depend on, of one of its graphs.
 
         Args:
             graph: one that :meth:`capture` returned, of any number of samples.
-            known: ``pins`` and ``profile`` of :class:`polylane.planner.problem.CapturedProblem`.
+            options: ``pins`` and ``profile`` of :class:`polylane.planner.problem.CapturedProblem`.
         """
-        sparse, first = tuple(find_sparse_gradients(graph)), {self.objective.name: self.objective}
+        sparse, objectives = tuple(find_sparse_gradients(graph)), {self.objective.name: self.objective}
         with self.python_kept():
-            whole = find_whole_parameters(self.parameters, [self.objective.optimizer], sparse)
+            whole_parameters = find_whole_parameters(self.parameters, [self.objective.optimizer], sparse)
         coupled = cache(partial(explain_coupled_updates, self.parameters, self.objective, sparse))
 
         def check(plan: Plan, partition: Partition) -> None:
-            check_plan(self.parameters, first, {self.objective.name: partition}, plan)
+            check_plan(self.parameters, objectives, {self.objective.name: partition}, plan)
             if plan.workers > 1 and (reason := coupled()):
                 refuse_coupled_search(self.parameters, self.objective, plan, reason)
 
         return CapturedProblem(
             graph,
             self.objective.optimizer,
-            {n: str(why) for n, why in whole.items()},
+            {n: str(why) for n, why in whole_parameters.items()},
             has_coupled_updates=lambda: bool(coupled()),
             check=check,
-            **known,
+            **options,
         )

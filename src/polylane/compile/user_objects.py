@@ -52,16 +52,16 @@ class OptimizerObject:
         Args:
             parameters: (name, parameter) of all parameters of the model on this worker.
         """
-        own = {id(parameter) for _, parameter in parameters}
-        return self.optimizer if own.issuperset(map(id, self._parameters)) else self(parameters)
+        parameter_ids = {id(parameter) for _, parameter in parameters}
+        return self.optimizer if parameter_ids.issuperset(map(id, self._parameters)) else self(parameters)
 
     def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """Return a copy of the optimizer, with all that it keeps, that has other parameters of the same names."""
-        given, shapes = dict(parameters), dict[Any, Any]()
+        new_parameters, shapes = dict(parameters), dict[Any, Any]()
         memo: dict[int, Any] = {}
         for parameter in self._parameters:
-            memo[id(parameter)] = other = given[self._names[id(parameter)]]
-            shapes[parameter.shape] = other.shape
+            memo[id(parameter)] = new_parameter = new_parameters[self._names[id(parameter)]]
+            shapes[parameter.shape] = new_parameter.shape
         # Where trials have small parameters, what is kept for these has their shapes.
         for value in find_tensors(self.optimizer):
             if id(value) not in memo and shapes.get(value.shape, value.shape) != value.shape:
@@ -129,10 +129,10 @@ def take_loss(loss: Loss, model: nn.Module, example: Any) -> Loss:
     """
     function: Any = loss.forward if isinstance(loss, nn.Module) else loss
     try:
-        first = next(iter(inspect.signature(function).parameters), "")
+        first_name = next(iter(inspect.signature(function).parameters), "")
     except (TypeError, ValueError):
-        first = ""
-    if first == "model":
+        first_name = ""
+    if first_name == "model":
         return loss
     is_pair = isinstance(example, (list, tuple)) and len(example) == 2
     if not _is_criterion(loss, model, example[1] if is_pair else example):

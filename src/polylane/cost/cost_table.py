@@ -128,10 +128,10 @@ class CostTable:
     backward_weight: Array
     halving: Array
 
-    def between(self, name: str, first: int, end: int) -> float:
+    def between(self, name: str, first_node: int, end: int) -> float:
         """Return the sum of the array called ``name`` over nodes first..end-1."""
         array: Array = getattr(self, name)
-        return float(array[end] - array[first])
+        return float(array[end] - array[first_node])
 
 
 class ShardedGraphCost:
@@ -163,15 +163,15 @@ class ShardedGraphCost:
 
     @cached_property
     def _tensors(self) -> Mapping[TensorKey, Tensor]:
-        found: dict[TensorKey, Tensor] = {}
+        tensors: dict[TensorKey, Tensor] = {}
         for node in self.graph.code.fx.nodes:
             if node.op in ("placeholder", "call_function") and not operator_view.is_alias(node):
                 val = node.meta.get("val")
                 several = val if isinstance(val, (list, tuple)) else [val]
                 # Output indices count only the tensors among a call's results, as the operator view does.
-                for index, each in enumerate(v for v in several if isinstance(v, Tensor)):
-                    found[operator_view.tensor_key(node)[0], index] = each
-        return found
+                for index, tensor in enumerate(v for v in several if isinstance(v, Tensor)):
+                    tensors[operator_view.tensor_key(node)[0], index] = tensor
+        return tensors
 
     def shape(self, key: TensorKey, samples: int) -> Shape:
         """Return the unsharded shape of a tensor at ``samples`` local samples."""
@@ -193,25 +193,27 @@ class ShardedGraphCost:
         """Return the busiest rank's local shape of a parameter or buffer ("parameter:fc.weight")."""
         return busiest_local_shape(self.shape((source, 0), self.view.samples), self.placements((source, 0)))
 
-    def busiest_bytes_of(self, kind: str, name: str, whole: int) -> float:
+    def busiest_bytes_of(self, kind: str, name: str, total_bytes: int) -> float:
         """Return the bytes of a parameter or buffer on the busiest rank, in its own dtype.
 
         Args:
             kind: "parameter" or "buffer".
             name: canonical name of it.
-            whole: bytes of all of it, which count where no operator of the graph reads it.
+            total_bytes: bytes of all of it, which count where no operator of the graph reads it.
         """
         key = (f"{kind}:{name}", 0)
         if key not in self._tensors:
-            return float(whole)
+            return float(total_bytes)
         elements = math.prod(self._tensors[key].shape)
-        return whole * math.prod(self.busiest_shape(key[0])) / elements if elements else 0.0
+        return total_bytes * math.prod(self.busiest_shape(key[0])) / elements if elements else 0.0
 
     def itemsize(self, key: TensorKey) -> int:
         """Return bytes per element of a tensor as the passes compute with it."""
         tensor = self._tensors[key]
-        own = tensor.element_size()
-        return min(own, self.float_itemsize) if self.float_itemsize is not None and tensor.is_floating_point() else own
+        size = tensor.element_size()
+        return (
+            min(size, self.float_itemsize) if self.float_itemsize is not None and tensor.is_floating_point() else size
+        )
 
     def busiest_value_bytes(self, name: str, samples: int) -> float:
         """Return the bytes of a node's value on the busiest rank; 0 for values that are no tensor."""
@@ -240,7 +242,7 @@ class ShardedGraphCost:
     @cached_property
     def redistributions(self) -> tuple[PricedRedistribution, ...]:
         """All redistributions: each tensor once for every placement that it is read with, however many readers."""
-        found: dict[tuple[str, TensorKey, Placement], PricedRedistribution] = {}
+        redistributions: dict[tuple[str, TensorKey, Placement], PricedRedistribution] = {}
         end = len(self.graph.nodes) - 1
         for axis, split in self.splits.items():
             reads = [
@@ -252,11 +254,11 @@ class ShardedGraphCost:
             reads += [(key, REPLICATE, end) for key in self.view.output_keys]
             for key, needed, position in reads:
                 source = split.placement(key)
-                if source != needed and (axis, key, needed) not in found:
-                    found[axis, key, needed] = PricedRedistribution(
+                if source != needed and (axis, key, needed) not in redistributions:
+                    redistributions[axis, key, needed] = PricedRedistribution(
                         key, axis, position, source, needed, self._has_gradient(key)
                     )
-        return tuple(found.values())
+        return tuple(redistributions.values())
 
     @cached_property
     def _distinct_redistributions(self) -> list[tuple[PricedRedistribution, list[int], Array]]:
@@ -322,19 +324,19 @@ class ShardedGraphCost:
                 # bytes grow with the local samples.
                 if strategy.messages:
                     scale = samples / self.view.samples
-                    taken = strategy.messages * exchange[axis]("message", strategy.sent * scale / strategy.messages)
-                    waits[:, positions] += taken / 2  # half of them on the way back
+                    seconds = strategy.messages * exchange[axis]("message", strategy.sent * scale / strategy.messages)
+                    waits[:, positions] += seconds / 2  # half of them on the way back
                     traffic[positions] += strategy.sent * scale
         # Redistributions are charged to their first reader; way 0 is the tensor, way 1 its gradient.
         for moved, positions, counts in self._distinct_redistributions:
             # Bytes of the tensor, sharded on all axes but the one of the redistribution.
-            whole = self.busiest_bytes(moved.key, samples, self._other_placements(moved))
+            nbytes = self.busiest_bytes(moved.key, samples, self._other_placements(moved))
             for way, (collective, copied) in enumerate(
-                redistribute(whole, moved.source, moved.target, moved.has_gradient)
+                redistribute(nbytes, moved.source, moved.target, moved.has_gradient)
             ):
                 if collective:
-                    waits[way, positions] += counts * exchange[moved.axis](collective, whole)
-                    traffic[positions] += counts * bytes_per_rank(collective, whole, self.splits[moved.axis].degree)
+                    waits[way, positions] += counts * exchange[moved.axis](collective, nbytes)
+                    traffic[positions] += counts * bytes_per_rank(collective, nbytes, self.splits[moved.axis].degree)
                 else:
                     compute[way, positions] += counts * copied / memory
         # Filled later: what is stalled by limit_by_host, block by block, and the price of halving by add_halving.
@@ -354,8 +356,8 @@ class ShardedGraphCost:
         outputs = tuple(
             busiest_local_shape(shape, [s.outputs[i] for s in strategies]) for i, shape in enumerate(whole_out)
         )
-        told = any(s.work is not None for s in strategies)
-        share = math.prod(s.share for s in strategies) if told else None
+        has_work_share = any(s.work is not None for s in strategies)
+        share = math.prod(s.share for s in strategies) if has_work_share else None
         return OperatorWork(step, samples, inputs, outputs, whole_in, whole_out, share)
 
     def _other_placements(self, moved: PricedRedistribution) -> tuple[Placement, ...]:

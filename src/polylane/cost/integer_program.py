@@ -76,37 +76,37 @@ class IntegerProgram:
         """Return the number of constraints."""
         return len(self._bounds[0])
 
-    def remove_rows(self, first: int) -> None:
-        """Remove the constraints from ``first`` on."""
+    def remove_rows(self, start: int) -> None:
+        """Remove the constraints from ``start`` on."""
         rows = self._at[0]
-        while rows and rows[-1] >= first:
-            for each in self._at:
-                each.pop()
+        while rows and rows[-1] >= start:
+            for entries in self._at:
+                entries.pop()
         for bounds in self._bounds:
-            del bounds[first:]
+            del bounds[start:]
 
-    def solve(self, gap: float, more: Sequence[Term] = (), weight: float = 0.0) -> IntegerSolution:
-        """Minimise the costs plus ``weight`` times the sum of ``more``.
+    def solve(self, gap: float, extra_terms: Sequence[Term] = (), weight: float = 0.0) -> IntegerSolution:
+        """Minimise the costs plus ``weight`` times the sum of ``extra_terms``.
 
         The search is bounded in nodes, not in seconds: it is deterministic, and all ranks that run it find the same. So
         the solution of an equal program, if it is one of the latest that were solved, is returned again.
 
         Args:
             gap: relative distance from the best bound at which to stop.
-            more: terms of a second objective, as (variable, coefficient).
+            extra_terms: terms of a second objective, as (variable, coefficient).
             weight: factor of the second objective; infinite: only that counts.
         """
         costs = np.array(self.costs, dtype=float)
         extra = np.zeros(len(costs))
-        np.add.at(extra, [v for v, _ in more], [n for _, n in more])
-        stated = [np.array(each, dtype=float) for each in (*self._at, *self._bounds, self.is_integer)]
+        np.add.at(extra, [v for v, _ in extra_terms], [n for _, n in extra_terms])
+        stated = [np.array(values, dtype=float) for values in (*self._at, *self._bounds, self.is_integer)]
         stated += [np.array(self.lower_bounds, dtype=float), costs, extra, np.array([gap, weight, NODES])]
         key = _digest(stated)
-        found = _solved.pop(key, None) or self._search(gap, costs, extra, weight)
-        _solved[key] = found
+        solution = _solved.pop(key, None) or self._search(gap, costs, extra, weight)
+        _solved[key] = solution
         if len(_solved) > KEPT:
             _solved.popitem(last=False)
-        return found
+        return solution
 
     def _search(self, gap: float, costs: Any, extra: Any, weight: float) -> IntegerSolution:
         # Imported here: scipy takes half a second, and a training whose operators are not split solves no program.
@@ -115,30 +115,30 @@ class IntegerProgram:
 
         rows, columns, values = self._at
         matrix = csr_array((values, (rows, columns)), shape=(len(self._bounds[0]), len(costs)))
-        found = milp(
+        result = milp(
             _scaled(costs + weight * extra if math.isfinite(weight) else extra),
             integrality=np.array(self.is_integer),
             bounds=Bounds(np.array(self.lower_bounds), np.ones(len(costs))),
             constraints=LinearConstraint(matrix, np.array(self._bounds[0]), np.array(self._bounds[1])),
             options={"mip_rel_gap": gap, "node_limit": NODES},
         )
-        if found.x is None:
-            return IntegerSolution((), math.inf, math.inf, math.inf, STATUS.get(found.status, "stopped early"))
-        found.x.flags.writeable = False
-        left = float(found.mip_gap or 0.0)
+        if result.x is None:
+            return IntegerSolution((), math.inf, math.inf, math.inf, STATUS.get(result.status, "stopped early"))
+        result.x.flags.writeable = False
+        mip_gap = float(result.mip_gap or 0.0)
         return IntegerSolution(
-            found.x, float(costs @ found.x), float(extra @ found.x), left, STATUS[int(found.status > 0)]
+            result.x, float(costs @ result.x), float(extra @ result.x), mip_gap, STATUS[int(result.status > 0)]
         )
 
 
 def _digest(arrays: Sequence[Any]) -> bytes:
     """Digest arrays with their lengths, so that none can be taken for a part of another."""
-    digest = hashlib.sha256(repr([len(each) for each in arrays]).encode())
-    for each in arrays:
-        digest.update(each.tobytes())
+    digest = hashlib.sha256(repr([len(array) for array in arrays]).encode())
+    for array in arrays:
+        digest.update(array.tobytes())
     return digest.digest()
 
 
 def _scaled(costs: Any) -> Any:
-    most = float(np.max(np.abs(costs), initial=0.0))
-    return costs * (DEAREST / most) if most > 0 else costs
+    highest_cost = float(np.max(np.abs(costs), initial=0.0))
+    return costs * (DEAREST / highest_cost) if highest_cost > 0 else costs

@@ -70,12 +70,14 @@ class ServerCosts:
             if at != rank:
                 total += self.pushed_bytes(rank, server)
             else:
-                total += sum(self.pulled_bytes(other, server) for other in range(self._plan.workers) if other != rank)
+                total += sum(
+                    self.pulled_bytes(worker, server) for worker in range(self._plan.workers) if worker != rank
+                )
         return total
 
     def loads(self) -> list[ServerLoad]:
         """Return what each server exchanges with every replica, and what it does with it."""
-        basis, found = self._scene.basis, list[ServerLoad]()
+        basis, loads = self._scene.basis, list[ServerLoad]()
         replicas = self._replicas
         for server, names in enumerate(self.shares):
             at = server_rank(self._plan, server)
@@ -87,14 +89,14 @@ class ServerCosts:
             copied = COPY * size / device.stream
             added = copied + ADD * size / device.stream
             update = basis.update_seconds(device, elements)
-            found.append(ServerLoad(tuple(push), tuple(pull), added, update, copied))
-        return found
+            loads.append(ServerLoad(tuple(push), tuple(pull), added, update, copied))
+        return loads
 
     def client_seconds(self) -> float:
         """Return the seconds in which a worker packs its gradients and takes over the new weights."""
-        first = [ranks[0] for ranks in self._replicas]
-        most = max(sum(self.pulled_bytes(r, s) for s in range(len(self.shares))) for r in first)
-        return 2 * COPY * most / self._cluster.device(0).stream
+        first_ranks = [ranks[0] for ranks in self._replicas]
+        most_bytes = max(sum(self.pulled_bytes(r, s) for s in range(len(self.shares))) for r in first_ranks)
+        return 2 * COPY * most_bytes / self._cluster.device(0).stream
 
     def advance(self, timeline: Timeline, lanes: Sequence[int]) -> ServedTimeline:
         """Return a step with the servers' part in it, and how replicas advance in the long run.
@@ -126,22 +128,23 @@ class ServerCosts:
             device = self._scene.basis.slowest_device(ranks)
             return device.speed * max(device.achieved.values())
 
-        own = self._replicas[replica]
+        replica_ranks = self._replicas[replica]
         return max(
-            speed(stage.devices) / speed([rank for rank in stage.devices if rank in own]) for stage in self._plan.stages
+            speed(stage.devices) / speed([rank for rank in stage.devices if rank in replica_ranks])
+            for stage in self._plan.stages
         )
 
     @cached_property
     def _replicas(self) -> list[list[int]]:
         """The ranks of each replica."""
-        found: list[list[int]] = [[] for _ in range(self._plan.data)]
+        replicas: list[list[int]] = [[] for _ in range(self._plan.data)]
         for rank in range(self._plan.workers):
-            found[self._plan.stage_and_replica(rank)[1]].append(rank)
-        return found
+            replicas[self._plan.stage_and_replica(rank)[1]].append(rank)
+        return replicas
 
     def _held(self, stage: int) -> frozenset[str]:
-        own, partition = self._plan.chunks(stage), self._scene.partition
-        return frozenset(name for each in own for name in partition.parameters(each)) & self._trained
+        chunks, partition = self._plan.chunks(stage), self._scene.partition
+        return frozenset(name for chunk in chunks for name in partition.parameters(chunk)) & self._trained
 
     def _bytes(self, stage: int, name: str) -> int:
         """Return the local bytes of a parameter on a rank of a stage, in its own dtype."""
@@ -151,7 +154,7 @@ class ServerCosts:
 
     def _speaks_for(self, rank: int, stage: int, name: str) -> bool:
         """Return whether a worker sends a gradient: the first of its replica that has the same one."""
-        if any(name in self._held(other) for other in self._plan.first_chunks if other < stage):
+        if any(name in self._held(chunk) for chunk in self._plan.first_chunks if chunk < stage):
             return False
         sheet, at = self._scene.sharded_graph(stage), self._plan.coordinates(rank)
         cuts = dict(zip(sheet.splits, sheet.placements((f"parameter:{name}", 0)), strict=True))

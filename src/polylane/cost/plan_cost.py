@@ -76,7 +76,7 @@ class CostModel:
         return min(self.cluster.devices(ranks), key=lambda device: device.speed * max(device.achieved.values()))
 
     def table(
-        self, mesh: Degrees, samples: int, device: Device, memory: float, groups: Mapping[str, Ranks], where: object
+        self, mesh: Degrees, samples: int, device: Device, memory: float, groups: Mapping[str, Ranks], clock_key: object
     ) -> CostTable:
         """Return the cost of every node on a rank of a mesh.
 
@@ -85,10 +85,10 @@ class CostModel:
             device: the device that the rank computes on.
             memory: bytes per second of the rank's own memory, for redistributions that only copy locally.
             groups: by axis, ranks of one group; has "data" if replicas sum the statistics of batch normalization.
-            where: cache key of the device and the groups.
+            clock_key: cache key of the device and the groups.
         """
         exchange = {axis: network.make_collective_clock(self.cluster, group) for axis, group in groups.items()}
-        return self.stages.table(mesh, samples, where, self.make_clock(device), exchange, memory)
+        return self.stages.table(mesh, samples, clock_key, self.make_clock(device), exchange, memory)
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class StagePrediction:
     @property
     def shard_traffic_share(self) -> float:
         """Fraction (0 to 1) of the bytes sent in the passes that is parameter sharding's traffic."""
-        own = self.shard_traffic.sent + self.shard_traffic.backward_sent
-        return own / (own + self.passes.sent) if own else 0.0
+        shard_bytes = self.shard_traffic.sent + self.shard_traffic.backward_sent
+        return shard_bytes / (shard_bytes + self.passes.sent) if shard_bytes else 0.0
 
 
 class PlanCost:
@@ -143,7 +143,7 @@ class PlanCost:
         return local_samples(self.plan, stage, self.batch)
 
     def node_ranges(self, stage: int) -> list[Range]:
-        return [(first, end) for first, end, owner in self.partition.pieces if owner == stage]
+        return [(start, end) for start, end, owner in self.partition.pieces if owner == stage]
 
     def table(self, stage: int) -> CostTable:
         """Return the cost of every node on a stage's mesh, recomputation included."""
@@ -182,34 +182,34 @@ class PlanCost:
         # Stages with equal devices and equally spanned groups share one table.
         ranks, cluster = self.plan.stages[stage].devices, self.basis.cluster
         device = self.basis.slowest_device(ranks)
-        where = (device.kind, device.speed, tuple((axis, cluster.span(group)) for axis, group in groups.items()))
-        memory = min(each.stream for each in cluster.devices(ranks[:2]))
-        return self.basis.table(mesh, self.local_samples(stage), device, memory, groups, where)
+        clock_key = (device.kind, device.speed, tuple((axis, cluster.span(group)) for axis, group in groups.items()))
+        memory = min(rank_device.stream for rank_device in cluster.devices(ranks[:2]))
+        return self.basis.table(mesh, self.local_samples(stage), device, memory, groups, clock_key)
 
     def pass_costs(self, stage: int) -> tuple[PassCosts, ShardTraffic]:
         """Return the costs of one microbatch on one stage's busiest rank, and of its sharded parameters."""
         if stage not in self._passes:
-            own = sum_passes(self.table(stage), self.node_ranges(stage))
-            self._passes[stage] = own, self._shard_traffic(stage, own)
+            costs = sum_passes(self.table(stage), self.node_ranges(stage))
+            self._passes[stage] = costs, self._shard_traffic(stage, costs)
         return self._passes[stage]
 
     def predict_stage(self, stage: int) -> StagePrediction:
         """Predict the busiest rank of the workers of a stage, over all stages that they have."""
         stage, chunks = self.plan.first_chunk(stage), self.plan.chunks(stage)
         if stage not in self._priced:
-            mesh, costs = self.plan.degrees(stage), [self.pass_costs(each) for each in chunks]
-            pieces = [piece for each in chunks for piece in self.node_ranges(each)]
+            mesh, costs = self.plan.degrees(stage), [self.pass_costs(chunk) for chunk in chunks]
+            pieces = [piece for chunk in chunks for piece in self.node_ranges(chunk)]
             elements = self.basis.stages.trained_elements(mesh, pieces)
             device = self.basis.slowest_device(self.plan.stages[stage].devices)
             # Servers update the weights, in their own time.
             updated = self.sharding(stage).count_updated(elements)
             update = 0.0 if self.plan.sync.has_servers else self.basis.update_seconds(device, updated)
-            passes, sharing = _add_fields(own for own, _ in costs), _add_fields(own for _, own in costs)
+            passes, sharing = _add_fields(cost for cost, _ in costs), _add_fields(cost for _, cost in costs)
             memory = self.peak_memory(stage)
             self._priced[stage] = StagePrediction(mesh, self.local_samples(stage), passes, update, memory, sharing)
         return self._priced[stage]
 
-    def _shard_traffic(self, stage: int, own: PassCosts) -> ShardTraffic:
+    def _shard_traffic(self, stage: int, costs: PassCosts) -> ShardTraffic:
         """Price ZeRO-3 in a pass: a block's parameters are gathered before it, its gradients scattered after backward.
 
         ZeRO-2 scatters them as well where there are several microbatches, and gathers nothing here.
@@ -226,8 +226,8 @@ class PlanCost:
         gathered = gathers * bytes_per_rank("all_gather", sum(blocks), len(ranks))
         scattered = bytes_per_rank("reduce_scatter", sum(blocks), len(ranks))
         return ShardTraffic(
-            exposed_seconds(own.forward + own.waits + turn, traffic.gathers),
-            exposed_seconds(own.backward + own.backward_waits + turn, traffic.seconds),
+            exposed_seconds(costs.forward + costs.waits + turn, traffic.gathers),
+            exposed_seconds(costs.backward + costs.backward_waits + turn, traffic.seconds),
             gathered,
             gathered + scattered,
         )
@@ -241,8 +241,8 @@ class PlanCost:
         """Return the bytes of a stage's busiest rank at the peak of the step, with all stages that it has."""
         chunks, program = self.plan.chunks(stage), self._programs[self.plan.stage_groups[stage]]
         basis, load = self.basis, self.trained_bytes(*chunks)
-        needs = {each: self.microbatch_memory(each) for each in chunks}
-        trained = {each: self.trained_bytes(each).trained for each in chunks}
+        needs = {chunk: self.microbatch_memory(chunk) for chunk in chunks}
+        trained = {chunk: self.trained_bytes(chunk).trained for chunk in chunks}
         lane, messages = [a for a in program.actions if a.kind in PASSES], find_held_messages(program, needs)
         return peak.peak_memory(lane, needs, trained, load, basis.method, self.sharding(stage), basis.margin, messages)
 
@@ -264,7 +264,7 @@ class PlanCost:
         plan, graph = self.plan, self.partition.graph
         if not plan.takes_turns or plan.degree("data", stage) == 1:
             return 0
-        names = {node.name for each in plan.chunks(stage) for node in self.partition.nodes(each)}
+        names = {node.name for chunk in plan.chunks(stage) for node in self.partition.nodes(chunk)}
         norms, _ = find_running_norms(graph.code.fx, names)
         channels = sum(math.prod(graph.buffers[name].shape) for norm in norms for name in (norm.mean, norm.variance))
         return 8 * plan.microbatches * channels
@@ -284,24 +284,24 @@ class PlanCost:
         need = held(pieces)
         # Full recomputation prices every block as a stage of its own, then combines them.
         if basis.method.recompute == "full" and self.plan.recompute_of(stage) == NONE:
-            need = peak.recompute_blocks(need, [held([each]) for each in self._block_bounds(stage)])
+            need = peak.recompute_blocks(need, [held([block]) for block in self._block_bounds(stage)])
         return need
 
     def _block_bounds(self, stage: int) -> list[Range]:
         """Return the ranges of a stage's blocks; a block that a cut divides counts with the part in this stage."""
-        every, found = self.basis.stages.block_positions, list[Range]()
-        for first, end in self.node_ranges(stage):
-            found += itertools.pairwise([first, *(p for p in every if first < p < end), end])
-        return found
+        positions, blocks = self.basis.stages.block_positions, list[Range]()
+        for start, end in self.node_ranges(stage):
+            blocks += itertools.pairwise([start, *(p for p in positions if start < p < end), end])
+        return blocks
 
     def _block_parameters(self, stage: int) -> list[list[str]]:
         """Return the trained parameters of every block of a stage; shared ones with the first block that reads them."""
-        graph, seen, found = self.partition.graph, set[str](), list[list[str]]()
-        for first, end in self._block_bounds(stage):
-            read = dict.fromkeys(name for node in graph.nodes[first:end] for name in node.parameters)
-            found.append([name for name in read if name not in seen and graph.parameters[name].trainable])
-            seen.update(read)
-        return found
+        graph, seen_names, blocks = self.partition.graph, set[str](), list[list[str]]()
+        for start, end in self._block_bounds(stage):
+            read = dict.fromkeys(name for node in graph.nodes[start:end] for name in node.parameters)
+            blocks.append([name for name in read if name not in seen_names and graph.parameters[name].trainable])
+            seen_names.update(read)
+        return blocks
 
     def trained_bytes(self, *stages: int) -> peak.TrainedBytes:
         """Return the bytes of a rank's parameters, gradients and optimizer state, before sharding over replicas.
@@ -310,13 +310,13 @@ class PlanCost:
             stages: stages of the same workers, which have a parameter of several of them once.
         """
         graph, sheet = self.partition.graph, self.sharded_graph(stages[0])
-        held = dict.fromkeys(name for stage in stages for name in self.partition.parameters(stage))
-        names = [name for name in held if graph.parameters[name].trainable]
+        union = dict.fromkeys(name for stage in stages for name in self.partition.parameters(stage))
+        names = [name for name in union if graph.parameters[name].trainable]
         shapes = {name: sheet.busiest_shape(f"parameter:{name}") for name in names}
         item = {name: graph.parameters[name].bytes // max(1, math.prod(graph.parameters[name].shape)) for name in names}
         sizes = {name: math.prod(shapes[name]) * item[name] for name in names}  # in the model's own dtype
         # Frozen ones and buffers are split by operator axes like others, but never shared out over replicas.
-        fixed = sum(sheet.busiest_bytes_of("parameter", n, graph.parameters[n].bytes) for n in held if n not in sizes)
+        fixed = sum(sheet.busiest_bytes_of("parameter", n, graph.parameters[n].bytes) for n in union if n not in sizes)
         for n in {n for s in stages for n in self.partition.buffers(s)}:
             fixed += sheet.busiest_bytes_of("buffer", n, graph.buffers[n].bytes)
         fixed += sum(constant.nbytes for constant in graph.code.constants.values())
@@ -325,12 +325,12 @@ class PlanCost:
         sparse = gradient_sizes(graph, self.batch / replicas, sizes)
         # Tensors larger than a bucket are reduced in place; smaller ones are copied into a flat buffer.
         copied = sum(size for n, size in sizes.items() if size <= BUCKET_BYTES and n not in sparse and replicas > 1)
-        block = max((sum(sizes[n] for n in each) for s in stages for each in self._block_parameters(s)), default=0)
-        kept = sum(self.basis.optimizer.bytes(n, shapes[n]) for n in names)
+        block = max((sum(sizes[n] for n in group) for s in stages for group in self._block_parameters(s)), default=0)
+        state_bytes = sum(self.basis.optimizer.bytes(n, shapes[n]) for n in names)
         return peak.TrainedBytes(
             fixed + trained * (1 + self._stashed_versions(stages[0])),
             trained,
-            self._synchronized_states(stages[0], trained, kept),
+            self._synchronized_states(stages[0], trained, state_bytes),
             self.basis.optimizer.step_bytes(list(sizes.values())),
             copied,
             block,
@@ -345,33 +345,33 @@ class PlanCost:
         graph = stage_graph_of(self.partition, self.plan)
         return weight_delays(plan.schedule, graph, plan.most_turns, plan.vertical_sync)[stage]
 
-    def _synchronized_states(self, stage: int, trained: float, kept: float) -> float:
+    def _synchronized_states(self, stage: int, trained: float, state_bytes: float) -> float:
         """Return the bytes of states of a rank, with what synchronization keeps: residuals, anchors, servers' weights.
 
         Args:
             stage: the rank's stage.
             trained: bytes of its trained parameters.
-            kept: bytes of its optimizer's states.
+            state_bytes: bytes of its optimizer's states.
         """
         sync = self.plan.sync
         if sync.has_servers:
             hosts = [] if sync.dedicated else [server_rank(self.plan, s) for s in range(sync.server_count)]
-            most = max((hosts.count(rank) for rank in self.plan.stages[stage].devices), default=0)
+            servers = max((hosts.count(rank) for rank in self.plan.stages[stage].devices), default=0)
             # A server has weights, optimizer states, a sum of gradients and a message of them.
-            return most / sync.server_count * (3 * self._model_bytes[0] + self._model_bytes[1]) if most else 0.0
+            return servers / sync.server_count * (3 * self._model_bytes[0] + self._model_bytes[1]) if servers else 0.0
         if sync.compress is not None:
-            return kept + trained  # error feedback keeps what was not sent
+            return state_bytes + trained  # error feedback keeps what was not sent
         if sync.outer is not None:
-            return kept + (2 if sync.outer.momentum else 1) * trained  # the anchor and its momentum
-        return kept
+            return state_bytes + (2 if sync.outer.momentum else 1) * trained  # the anchor and its momentum
+        return state_bytes
 
     @cached_property
     def _model_bytes(self) -> tuple[float, float]:
         """Bytes of all trained parameters of the model, and of their optimizer's states."""
-        found = [(n, info) for n, info in self.partition.graph.parameters.items() if info.trainable]
+        parameters = [(n, info) for n, info in self.partition.graph.parameters.items() if info.trainable]
         return (
-            float(sum(info.bytes for _, info in found)),
-            float(sum(self.basis.optimizer.bytes(name, info.shape) for name, info in found)),
+            float(sum(info.bytes for _, info in parameters)),
+            float(sum(self.basis.optimizer.bytes(name, info.shape) for name, info in parameters)),
         )
 
     def sharded_graph(self, stage: int) -> ShardedGraphCost:
@@ -384,5 +384,5 @@ _Costs = TypeVar("_Costs", PassCosts, ShardTraffic)
 
 def _add_fields(costs: Iterable[_Costs]) -> _Costs:
     """Return the costs whose every field is the sum of those of all given."""
-    first, *others = costs
-    return replace(first, **{f.name: sum(getattr(c, f.name) for c in (first, *others)) for f in fields(first)})
+    head, *tail = costs
+    return replace(head, **{f.name: sum(getattr(c, f.name) for c in (head, *tail)) for f in fields(head)})

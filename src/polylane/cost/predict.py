@@ -147,20 +147,20 @@ def predict(
         overlap = overlap_seconds(tasks, timeline, hosts)
     steps = None
     if served:
-        found = ServerCosts(scene).advance(timeline, lanes)
-        timeline, steps = found.timeline, found.steps
-    stages = tuple(scene.predict_stage(first) for first in plan.first_chunks)
+        served_timeline = ServerCosts(scene).advance(timeline, lanes)
+        timeline, steps = served_timeline.timeline, served_timeline.steps
+    stages = tuple(scene.predict_stage(chunk) for chunk in plan.first_chunks)
     return Prediction(plan, timeline, stages, batch, lanes, plan.sync.every if alone else 1, between, steps, overlap)
 
 
 def _distinct_ranks(plan: Plan) -> tuple[int, ...]:
     """Return a rank of every stage; of replicas in turn one of each, unless they are equal pipelines side by side."""
-    alike = not plan.takes_turns or (not plan.has_uneven_replicas and plan.microbatches % plan.data == 0)
-    found = list[int]()
-    for first in plan.first_chunks:
-        devices = plan.stages[first].devices
-        found += devices[:1] if alike else devices[:: len(devices) // plan.degree("data", first)]
-    return tuple(found if alike else sorted(found))  # where that is every rank, the n-th lane is that of rank n
+    are_equal = not plan.takes_turns or (not plan.has_uneven_replicas and plan.microbatches % plan.data == 0)
+    ranks = list[int]()
+    for chunk in plan.first_chunks:
+        devices = plan.stages[chunk].devices
+        ranks += devices[:1] if are_equal else devices[:: len(devices) // plan.degree("data", chunk)]
+    return tuple(ranks if are_equal else sorted(ranks))  # where that is every rank, the n-th lane is that of rank n
 
 
 def _cut_steady_step(timeline: Timeline, microbatches: int) -> Timeline:
@@ -170,12 +170,12 @@ def _cut_steady_step(timeline: Timeline, microbatches: int) -> Timeline:
         timeline: of a run, whose microbatches are numbered through.
         microbatches: number of microbatches of a batch.
     """
-    own = [s for s in timeline.spans if s.rank == 0 and s.action.kind is ActionKind.FORWARD]
-    begins = [s.start for s in own if s.action.microbatch is not None and s.action.microbatch % microbatches == 0]
+    passes = [s for s in timeline.spans if s.rank == 0 and s.action.kind is ActionKind.FORWARD]
+    begins = [s.start for s in passes if s.action.microbatch is not None and s.action.microbatch % microbatches == 0]
     start, end = begins[-2:]
     # A message may take its lane no time: it belongs to the step in which it begins.
-    inside = (s for s in timeline.spans if (s.end > start and s.start < end) or start <= s.start == s.end < end)
-    spans = tuple(replace(s, start=max(s.start, start), end=min(s.end, end)) for s in inside)
+    step_spans = (s for s in timeline.spans if (s.end > start and s.start < end) or start <= s.start == s.end < end)
+    spans = tuple(replace(s, start=max(s.start, start), end=min(s.end, end)) for s in step_spans)
     return replace(timeline, spans=spans).from_zero()
 
 

@@ -54,9 +54,9 @@ class ShardTrafficSeconds:
 
         All other groups do the same at the same time.
         """
-        alike = Counter(blocks).items()  # transformer blocks are mostly of one size: each distinct size is priced once
+        counts = Counter(blocks).items()  # transformer blocks are mostly of one size: each distinct size is priced once
         gather, scatter = (
-            sum(count * network.collective_seconds(cluster, kind, size, ranks, None) for size, count in alike)
+            sum(count * network.collective_seconds(cluster, kind, size, ranks, None) for size, count in counts)
             for kind in ("all_gather", "reduce_scatter")
         )
         return ShardTrafficSeconds(gathers * gather, scatter)

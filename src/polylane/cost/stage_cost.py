@@ -109,14 +109,14 @@ class StageCosts:
 
     def without_prices(self) -> StageCosts:
         """Return a copy that shares layouts and memory traces, but no prices: for other devices or links."""
-        other = StageCosts(self.graph, self._lay, self._float_itemsize, self.setting)
-        other._graphs, other._keepings, other._residences = self._graphs, self._keepings, self._residences
-        other._values = self._values
-        return other
+        costs = StageCosts(self.graph, self._lay, self._float_itemsize, self.setting)
+        costs._graphs, costs._keepings, costs._residences = self._graphs, self._keepings, self._residences
+        costs._values = self._values
+        return costs
 
-    def with_placements(self, **known: Collection[str]) -> StageCosts:
+    def with_placements(self, **placements: Collection[str]) -> StageCosts:
         """Return the costs of other placements: what ``lay`` is told beside the mesh."""
-        return StageCosts(self.graph, partial(self._lay, **known), self._float_itemsize, self.setting)
+        return StageCosts(self.graph, partial(self._lay, **placements), self._float_itemsize, self.setting)
 
     def sharded_graph(self, mesh: Degrees) -> ShardedGraphCost:
         """Return the graph sharded over the sequence and tensor axes of a mesh."""
@@ -136,13 +136,13 @@ class StageCosts:
         self,
         mesh: Degrees,
         samples: int,
-        where: object,
+        clock_key: object,
         clock: Clock,
         exchange: Mapping[str, CollectiveClock],
         memory: float,
     ) -> CostTable:
-        """Return the cost of every node; ``where`` is the cache key of ``clock`` and ``exchange``."""
-        key = (mesh.sequence, mesh.tensor, samples, where)
+        """Return the cost of every node; ``clock_key`` is the cache key of ``clock`` and ``exchange``."""
+        key = (mesh.sequence, mesh.tensor, samples, clock_key)
         if key not in self._tables:
             sheet = self.sharded_graph(mesh)
             table = limit_by_host(sheet.table(samples, clock, exchange, memory), self.block_positions)
@@ -164,11 +164,11 @@ class StageCosts:
             exact: whether to trace at these samples; else scaled from the samples of the capture.
             dropped: what forward passes drop, to be recomputed in the backward pass.
         """
-        own = samples if exact else self.graph.samples
-        key = (mesh.sequence, mesh.tensor, self._sums_statistics(mesh, dropped), own, dropped, *pieces)
+        traced_samples = samples if exact else self.graph.samples
+        key = (mesh.sequence, mesh.tensor, self._sums_statistics(mesh, dropped), traced_samples, dropped, *pieces)
         if key not in self._needs:
-            self._needs[key] = self.live_ranges(mesh, own, dropped).microbatch_memory(pieces)
-        return self._needs[key].scaled(samples / own)
+            self._needs[key] = self.live_ranges(mesh, traced_samples, dropped).microbatch_memory(pieces)
+        return self._needs[key].scaled(samples / traced_samples)
 
     def live_ranges(self, mesh: Degrees, samples: int, dropped: DroppedTensors = NOTHING_DROPPED) -> LiveRanges:
         """Return the live ranges of a rank's memory; arguments as of :meth:`microbatch_memory`."""
@@ -176,8 +176,8 @@ class StageCosts:
         key = (mesh.sequence, mesh.tensor, samples, synced, dropped)
         if key not in self._residences:
             keeping = self._saved_tensors(mesh, samples, synced)
-            again = self.saved_values(mesh, samples).pieces(dropped) if dropped else ()
-            self._residences[key] = LiveRanges(self.graph, keeping, dropped, again)
+            repeated_pieces = self.saved_values(mesh, samples).pieces(dropped) if dropped else ()
+            self._residences[key] = LiveRanges(self.graph, keeping, dropped, repeated_pieces)
         return self._residences[key]
 
     def saved_values(self, mesh: Degrees, samples: int) -> SavedValues:
@@ -218,29 +218,29 @@ class StageCosts:
 
     def recompute_counts(self, recompute: Recompute) -> Array:
         """Return for every node how often it is recomputed in the backward pass: 0 or 1."""
-        found = np.full(len(self.graph.nodes), 1.0 if recompute == "full" else 0.0)
+        counts = np.full(len(self.graph.nodes), 1.0 if recompute == "full" else 0.0)
         if recompute == "selective":
-            found[[self.graph.positions[name] for core in self.attention_cores for name in core]] = 1.0
-        return found
+            counts[[self.graph.positions[name] for core in self.attention_cores for name in core]] = 1.0
+        return counts
 
     def repeat_counts(self, dropped: DroppedTensors) -> Array:
         """Return for every node how often the backward pass runs it again: 0 or 1."""
-        found = np.zeros(len(self.graph.nodes))
-        found[[self.graph.positions[name] for name in dropped.again]] = 1.0
-        return found
+        counts = np.zeros(len(self.graph.nodes))
+        counts[[self.graph.positions[name] for name in dropped.again]] = 1.0
+        return counts
 
     @cached_property
     def first_uses(self) -> Mapping[str, int]:
         """Position of the first node that reads each parameter."""
-        found: dict[str, int] = {}
+        positions: dict[str, int] = {}
         for position, node in enumerate(self.graph.nodes):
             for name in node.parameters:
-                found.setdefault(name, position)
-        return found
+                positions.setdefault(name, position)
+        return positions
 
     def trained_elements(self, mesh: Degrees, pieces: Sequence[Range]) -> int:
         """Return the number of elements of the trained parameters' local shards on a rank of a stage."""
-        names = {name for first, end in pieces for i in range(first, end) for name in self.graph.nodes[i].parameters}
+        names = {name for start, end in pieces for i in range(start, end) for name in self.graph.nodes[i].parameters}
         sheet = self.sharded_graph(mesh)
         keys = [(f"parameter:{name}", 0) for name in names if self.graph.parameters[name].trainable]
         return sum(int(sheet.busiest_bytes(key, sheet.view.samples) // sheet.itemsize(key)) for key in keys)
@@ -287,13 +287,13 @@ def limit_by_host(table: CostTable, bounds: Sequence[int]) -> CostTable:
     at = np.asarray(bounds)
     block = np.searchsorted(at, np.arange(len(table.forward) - 1), side="right") - 1  # of every node
     gaps = []
-    for own, waits, issued in (("forward", "waits", "issued"), ("backward", "backward_waits", "backward_issued")):
+    for compute, waits, issued in (("forward", "waits", "issued"), ("backward", "backward_waits", "backward_issued")):
         # Per block: the gap is the host's time beyond the device's; it is spread over the block's nodes in
         # proportion to what the host takes for each, so that a cut inside a block stays additive.
         host = np.diff(getattr(table, issued)[at])
-        gap = np.maximum(host - np.diff(getattr(table, own)[at] + getattr(table, waits)[at]), 0.0)
-        each = np.diff(getattr(table, issued)) * (gap / np.where(host > 0, host, 1.0))[block]
-        gaps.append(np.concatenate([[0.0], np.cumsum(each)]))
+        gap = np.maximum(host - np.diff(getattr(table, compute)[at] + getattr(table, waits)[at]), 0.0)
+        stalls = np.diff(getattr(table, issued)) * (gap / np.where(host > 0, host, 1.0))[block]
+        gaps.append(np.concatenate([[0.0], np.cumsum(stalls)]))
     forward, backward = gaps
     # A node's gradients of weights wait for the host in proportion to their part of its backward pass.
     plain = np.diff(table.backward)
@@ -316,17 +316,17 @@ def add_halving(table: CostTable, sheet: ShardedGraphCost, seconds_per_byte: flo
         sheet: the sharded graph whose nodes these are.
         seconds_per_byte: that each byte takes which a second half reads.
     """
-    kept = kept_bytes(sheet.graph, sheet.view, sheet.splits, lambda key: sheet.busiest_bytes(key, table.samples))
-    return replace(table, halving=np.concatenate([[0.0], np.cumsum(kept * seconds_per_byte)]))
+    read_bytes = kept_bytes(sheet.graph, sheet.view, sheet.splits, lambda key: sheet.busiest_bytes(key, table.samples))
+    return replace(table, halving=np.concatenate([[0.0], np.cumsum(read_bytes * seconds_per_byte)]))
 
 
 def sum_passes(table: CostTable, pieces: Sequence[Range]) -> PassCosts:
     """Return the costs of a stage made up of these ranges of nodes."""
     names = ("forward", "backward", "waits", "backward_waits", "sent", "stalled", "backward_stalled")
-    forward, backward, waits, backward_waits, sent, there, back, weight, halving = (
-        sum(table.between(name, first, end) for first, end in pieces) for name in (*names, "backward_weight", "halving")
+    forward, backward, waits, backward_waits, sent, forward_stall, back, weight, halving = (
+        sum(table.between(name, start, end) for start, end in pieces) for name in (*names, "backward_weight", "halving")
     )
-    return PassCosts(forward, backward, waits, backward_waits, sent, there + back, weight, halving)
+    return PassCosts(forward, backward, waits, backward_waits, sent, forward_stall + back, weight, halving)
 
 
 def add_recomputation(table: CostTable, repeated: Array) -> CostTable:
@@ -340,8 +340,8 @@ def add_recomputation(table: CostTable, repeated: Array) -> CostTable:
         repeated: how often each node is recomputed (:meth:`StageCosts.recompute_counts`).
     """
 
-    def more(there: Array) -> Array:
-        return np.concatenate([[0.0], np.cumsum(repeated * np.diff(there))])
+    def more(array: Array) -> Array:
+        return np.concatenate([[0.0], np.cumsum(repeated * np.diff(array))])
 
     return replace(
         table,

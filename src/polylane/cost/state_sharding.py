@@ -64,8 +64,8 @@ class StateSharding:
         """Return the sharding group of the replica with this index: consecutive ones, as the runtime has them."""
         if self.kind == "none":
             return replicas
-        first = index // self.degree * self.degree
-        return replicas[first : first + self.degree]
+        start = index // self.degree * self.degree
+        return replicas[start : start + self.degree]
 
 
 UNSHARDED = StateSharding()

@@ -43,27 +43,27 @@ class TaskBuilder:
     def build_tasks(self, program: Program) -> list[Task]:
         """Return the tasks of a worker's program."""
         # The latest backward pass of a stage: reductions of its gradients can begin in the course of it.
-        last = dict[int, Action]()
+        last_passes = dict[int, Action]()
         buckets = {bucket.name: bucket for bucket in program.buckets}
         travels = self._build_routes(program)
-        found, codecs = list[Task](), defaultdict[Hashable, float](float)
+        tasks, codecs = list[Task](), defaultdict[Hashable, float](float)
         for action in program.actions:
             if action.kind in (ActionKind.SEND, ActionKind.RECEIVE):
                 route = travels[action.kind, action.value, action.peer, action.gradient]
                 if route is not None:
-                    found.append(route.build_task(action))
+                    tasks.append(route.build_task(action))
             elif action.kind is ActionKind.REDUCE:
                 assert action.value is not None
                 bucket = buckets[action.value]
-                ending = last[self._completing_stage(program, bucket)]
-                found += self._reduction_tasks(program, action, bucket, ending)
+                ending = last_passes[self._completing_stage(program, bucket)]
+                tasks += self._reduction_tasks(program, action, bucket, ending)
                 for at, seconds in zip((ending, STEP), self._codec_seconds(program, bucket), strict=True):
                     codecs[at] += seconds
             else:
-                found.append(self._compute_task(program, action))
+                tasks.append(self._compute_task(program, action))
                 if action.kind in WEIGHT_PASSES:
-                    last[action.stage] = action
-        return self._with_codecs(found, codecs) if any(codecs.values()) else found
+                    last_passes[action.stage] = action
+        return self._with_codecs(tasks, codecs) if any(codecs.values()) else tasks
 
     @staticmethod
     def _with_codecs(tasks: Sequence[Task], codecs: Mapping[Hashable, float]) -> list[Task]:
@@ -76,8 +76,8 @@ class TaskBuilder:
 
     def _codec_seconds(self, program: Program, bucket: GradientBucket) -> tuple[float, float]:
         """Return the seconds to compress a bucket's gradients, and those to decompress their sum."""
-        found = self._compressed(program, bucket)
-        return (0.0, 0.0) if found is None else (found.packing, found.unpacking)
+        reduction = self._compressed(program, bucket)
+        return (0.0, 0.0) if reduction is None else (reduction.packing, reduction.unpacking)
 
     def _compressed(self, program: Program, bucket: GradientBucket) -> CompressedReduction | None:
         """Return the price of a bucket that replicas sum compressed; None for one that is summed as it is."""
@@ -142,33 +142,35 @@ class TaskBuilder:
         folded = len(self._lanes) < self._plan.workers
         # Reversed, so that the first lane of a stage wins.
         lane_of = {self._stands_for(rank): lane for lane, rank in reversed(list(enumerate(self._lanes)))}
-        found = dict[Hashable, _Route | None]()
-        seen = set[Hashable]()
+        routes = dict[Hashable, _Route | None]()
+        seen_messages = set[Hashable]()
         for action in program.actions:
-            own = (action.kind, action.value, action.peer, action.gradient)
-            if action.kind not in (ActionKind.SEND, ActionKind.RECEIVE) or own in found:
+            key = (action.kind, action.value, action.peer, action.gradient)
+            if action.kind not in (ActionKind.SEND, ActionKind.RECEIVE) or key in routes:
                 continue
             assert action.peer is not None and action.value is not None
             group = self._stands_for(action.peer)
-            other = group[0]
-            there, here = (program.stage, other) if action.kind is ActionKind.SEND else (other, program.stage)
+            stage = group[0]
+            source, target = (program.stage, stage) if action.kind is ActionKind.SEND else (stage, program.stage)
             # Unfolded: a value is resharded box by box, so each of the receiver's peers sends it an equal
             # part.
             peers = 1
             if not folded:
                 receiver = action.peer if action.kind is ActionKind.SEND else program.rank
-                peers = len(self._plan.peers(receiver, there, action.microbatch))
-            elif (action.kind, action.value, group, action.gradient) in seen:
-                found[own] = None
+                peers = len(self._plan.peers(receiver, source, action.microbatch))
+            elif (action.kind, action.value, group, action.gradient) in seen_messages:
+                routes[key] = None
                 continue
-            seen.add((action.kind, action.value, group, action.gradient))
-            whole = self._scene.sharded_graph(here).busiest_value_bytes(action.value, self._scene.local_samples(here))
-            size = whole / peers
-            lane = lane_of[group] if folded else action.peer
-            found[own] = _Route(
-                lane, int(size), self._message_transfer(size, there, here), (there, here) if folded else None
+            seen_messages.add((action.kind, action.value, group, action.gradient))
+            value_bytes = self._scene.sharded_graph(target).busiest_value_bytes(
+                action.value, self._scene.local_samples(target)
             )
-        return found
+            size = value_bytes / peers
+            lane = lane_of[group] if folded else action.peer
+            routes[key] = _Route(
+                lane, int(size), self._message_transfer(size, source, target), (source, target) if folded else None
+            )
+        return routes
 
     def _stands_for(self, rank: int) -> tuple[int, int]:
         """Return the stage of a rank, and its replica where each has microbatches of its own."""
@@ -183,15 +185,15 @@ class TaskBuilder:
             ends = self._plan.stages[source].devices[0], self._plan.stages[target].devices[0]
             streams = len(self._plan.stages[target].devices)
             empty = network.message_seconds(self._scene.basis.cluster, 0.0, *ends)
-            whole = network.message_seconds(self._scene.basis.cluster, size, *ends, streams)
-            self._transfers[key] = TransferTime(whole - empty, empty, cpu=self._transfer_cores(ends))
+            seconds = network.message_seconds(self._scene.basis.cluster, size, *ends, streams)
+            self._transfers[key] = TransferTime(seconds - empty, empty, cpu=self._transfer_cores(ends))
         return self._transfers[key]
 
     def _transfer_cores(self, ranks: Sequence[int]) -> float:
         """Return how many cores a transfer between these ranks keeps busy at each end."""
         return self._scene.basis.cluster.link(ranks).cpu if len(ranks) > 1 else 0.0
 
-    def _reduction_tasks(self, program: Program, action: Action, bucket: GradientBucket, last: Action) -> list[Task]:
+    def _reduction_tasks(self, program: Program, action: Action, bucket: GradientBucket, ending: Action) -> list[Task]:
         """Return the reduction of a bucket once the last backward pass completes it; none if the passes reduce it."""
         key = (program.stage, bucket.name, bucket.ranks)
         if key not in self._sums:
@@ -200,19 +202,19 @@ class TaskBuilder:
                 seconds, bytes_ = self._sparse_exchange(program, bucket)
             else:
                 seconds, bytes_ = (packed.seconds, packed.bytes) if packed else self._gradient_collective(bucket)
-            fraction = self._ready_fraction(last.stage, bucket, last.kind) if overlap else 1.0
+            fraction = self._ready_fraction(ending.stage, bucket, ending.kind) if overlap else 1.0
             transfer = TransferTime(seconds, cpu=self._transfer_cores(bucket.ranks))
             self._sums[key] = (int(bytes_), transfer, fraction) if seconds or bytes_ else None
-        found = self._sums[key]
-        if found is None:
+        cost = self._sums[key]
+        if cost is None:
             return []
-        bytes_, transfer, fraction = found
+        bytes_, transfer, fraction = cost
         task = Task(
             action,
             bytes=bytes_,
             transfer=transfer,
             lanes=self._lanes_of(bucket.ranks),
-            after=last,
+            after=ending,
             fraction=fraction,
             overlapped=self._scene.basis.method.overlap,
         )
@@ -245,12 +247,12 @@ class TaskBuilder:
         # Two steps: reduce-scatter over a sharding group of one stage, then all-reduce of the shards over the
         # rest: the ranks that hold the same shard.
         if sharding.kind != "none" and len({self._plan.degree("data", stage) for stage in stages}) == 1:
-            first, degree = self._stage_and_replica[ranks[0]][1], sharding.degree
-            group = sharding.group(self._plan.ranks_along(ranks[0], "data"), first)
+            replica, degree = self._stage_and_replica[ranks[0]][1], sharding.degree
+            group = sharding.group(self._plan.ranks_along(ranks[0], "data"), replica)
             seconds = network.collective_seconds(cluster, sharding.gradient_collective, size, group, None)
             bytes_ = bytes_per_rank(sharding.gradient_collective, size, degree)
-            size, alike = size / degree, first % degree
-            ranks = tuple(rank for rank in ranks if self._stage_and_replica[rank][1] % degree == alike)
+            size, shard = size / degree, replica % degree
+            ranks = tuple(rank for rank in ranks if self._stage_and_replica[rank][1] % degree == shard)
         seconds += network.collective_seconds(cluster, "all_reduce", size, ranks, None)
         return seconds, bytes_ + bytes_per_rank("all_reduce", size, len(ranks))
 
@@ -266,29 +268,29 @@ class TaskBuilder:
     def build_averaging_tasks(self, program: Program) -> list[Task]:
         """Return the parameter averaging after a worker's step (local SGD); it does not overlap with computation."""
         ranks, cluster = program.replicas, self._scene.basis.cluster
-        played, found = self._lanes_of(ranks), list[Task]()
+        played, tasks = self._lanes_of(ranks), list[Task]()
         for bucket in program.buckets:
             action = Action(ActionKind.REDUCE, program.stage, value=f"{bucket.name}.parameters")
             size = sum(self._master_bytes(program.stage, name) for name in bucket.parameters)
             seconds = network.collective_seconds(cluster, "all_reduce", size, ranks, None)
             transfer = TransferTime(seconds, cpu=self._transfer_cores(ranks))
             bytes_ = int(bytes_per_rank("all_reduce", size, len(ranks)))
-            found.append(Task(action, bytes=bytes_, transfer=transfer, lanes=played))
-        return [*found, *self._outer_step(program)]
+            tasks.append(Task(action, bytes=bytes_, transfer=transfer, lanes=played))
+        return [*tasks, *self._outer_step(program)]
 
     def _outer_step(self, program: Program) -> list[Task]:
         """Return the outer optimizer's step on the averaged change of the weights (DiLoCo); none without one."""
         if self._plan.sync.outer is None:
             return []
-        size = sum(self._master_bytes(program.stage, name) for each in program.buckets for name in each.parameters)
+        size = sum(self._master_bytes(program.stage, name) for bucket in program.buckets for name in bucket.parameters)
         device = self._scene.basis.slowest_device(self._plan.stages[program.stage].devices)
         return [Task(Action(ActionKind.STEP, program.stage, value=OUTER), OUTER_PASSES * size / device.stream)]
 
     def _master_bytes(self, stage: int, name: str) -> float:
         """Return the local bytes of a parameter as the optimizer holds it: of the float32 master for 16-bit passes."""
-        whole = self._scene.partition.graph.parameters[name]
+        parameter = self._scene.partition.graph.parameters[name]
         elements = math.prod(self._scene.sharded_graph(stage).busiest_shape(f"parameter:{name}"))
-        return elements * whole.bytes / max(1, math.prod(whole.shape))
+        return elements * parameter.bytes / max(1, math.prod(parameter.shape))
 
     def _completing_stage(self, program: Program, bucket: GradientBucket) -> int:
         """Return the worker's stage whose last backward pass completes the gradients of a bucket.
@@ -296,11 +298,11 @@ class TaskBuilder:
         It is the first that reads its parameters; a tied weight's is reduced behind all others of the worker, and so
         are compressed ones.
         """
-        own, stages = program.stages, {self._stage_and_replica[rank][0] for rank in bucket.ranks}
+        chunks, stages = program.stages, {self._stage_and_replica[rank][0] for rank in bucket.ranks}
         at_once = codec_of(self._plan.sync) or not self._scene.basis.method.overlap
-        if len(own) == 1 or len(stages) > 1 or at_once:
+        if len(chunks) == 1 or len(stages) > 1 or at_once:
             return program.stage
-        return next((s for s in own if not self._parameters_read[s].isdisjoint(bucket.parameters)), own[0])
+        return next((s for s in chunks if not self._parameters_read[s].isdisjoint(bucket.parameters)), chunks[0])
 
     @cached_property
     def _parameters_read(self) -> list[set[str]]:
@@ -310,25 +312,25 @@ class TaskBuilder:
     def _ready_fraction(self, stage: int, bucket: GradientBucket, kind: ActionKind) -> float:
         """Return the fraction of the last backward pass after which the gradients of a bucket are complete."""
         table, pieces = self._scene.table(stage), self._scene.node_ranges(stage)
-        way = "backward_weight" if kind is ActionKind.BACKWARD_WEIGHT else "backward"
-        whole = sum(table.between(way, *piece) for piece in pieces)
+        pass_name = "backward_weight" if kind is ActionKind.BACKWARD_WEIGHT else "backward"
+        total = sum(table.between(pass_name, *piece) for piece in pieces)
         uses = self._scene.basis.stages.first_uses
         # The backward pass runs from the last node to the first: a bucket is complete once the earliest
         # reader of its parameters has run.
-        first = min(uses[name] for name in bucket.parameters)
-        done = sum(table.between(way, max(a, first), b) for a, b in pieces if b > first)
-        return min(1.0, done / whole) if whole else 1.0
+        first_node = min(uses[name] for name in bucket.parameters)
+        seconds = sum(table.between(pass_name, max(a, first_node), b) for a, b in pieces if b > first_node)
+        return min(1.0, seconds / total) if total else 1.0
 
     def build_hosts(self) -> list[SharedCores]:
         """Return the lanes that share the cores of each host."""
         cluster, lanes = self._scene.basis.cluster, self._lanes
-        found: dict[int, list[int]] = {}
+        host_lanes: dict[int, list[int]] = {}
         for lane, rank in enumerate(lanes):
             if cluster.cores(rank) is not None:
-                found.setdefault(cluster.host(rank), []).append(lane)
+                host_lanes.setdefault(cluster.host(rank), []).append(lane)
         return [
-            SharedCores(tuple(own), cluster.cores(lanes[own[0]]) or len(own), cluster.contention(lanes[own[0]]))
-            for own in found.values()
+            SharedCores(tuple(group), cluster.cores(lanes[group[0]]) or len(group), cluster.contention(lanes[group[0]]))
+            for group in host_lanes.values()
         ]
 
 
@@ -352,5 +354,5 @@ class _Route:
         """Return the task of one microbatch."""
         # Between folded lanes the ranks of an action do not match lanes, so the key names stages instead.
         key = None if self.stages is None else (action.value, action.microbatch, action.gradient, *self.stages)
-        own = Action(action.kind, action.stage, action.microbatch, action.value, self.peer_lane, action.gradient)
-        return Task(own, bytes=self.size, key=key, transfer=self.transfer)
+        message = Action(action.kind, action.stage, action.microbatch, action.value, self.peer_lane, action.gradient)
+        return Task(message, bytes=self.size, key=key, transfer=self.transfer)

@@ -19,17 +19,17 @@ def bucket_tensors(scene: PlanCost, program: Program, bucket: GradientBucket) ->
         program: the program of the worker.
         bucket: one of its buckets, with the ranks that sum it.
     """
-    alike = set(bucket.ranks) == set(program.replicas)
-    graph, sheet, found = scene.partition.graph, scene.sharded_graph(program.stage), list[TrainedTensor]()
+    only_replicas = set(bucket.ranks) == set(program.replicas)
+    graph, sheet, tensors = scene.partition.graph, scene.sharded_graph(program.stage), list[TrainedTensor]()
     for name in bucket.parameters:
         info, shape = graph.parameters[name], sheet.busiest_shape(f"parameter:{name}")
         item = info.bytes // max(1, math.prod(info.shape))
         samples = scene.batch / len(program.replicas)
         rows = count_exchanged_rows(graph, name, samples) if bucket.is_sparse else None
-        found.append(TrainedTensor(shape, item, len(bucket.ranks), alike, sparse_rows=rows))
-    return found
+        tensors.append(TrainedTensor(shape, item, len(bucket.ranks), only_replicas, sparse_rows=rows))
+    return tensors
 
 
 def count_bytes(tensors: Iterable[TrainedTensor]) -> int:
     """Return the bytes of all of these tensors."""
-    return sum(each.nbytes for each in tensors)
+    return sum(tensor.nbytes for tensor in tensors)

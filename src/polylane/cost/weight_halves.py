@@ -35,10 +35,10 @@ def weight_shares(graph: Graph, view: OperatorView, splits: Mapping[str, AxisSpl
         view: operators of these nodes as placements see them, with the inputs that each reads.
         splits: strategies and source placements by axis name; empty for an unsharded graph.
     """
-    found = np.zeros(len(graph.nodes))
+    shares = np.zeros(len(graph.nodes))
     for step, key in _deferred_calls(graph, view, splits):
-        found[graph.positions[step.name]] = 0.5 if step.call.inputs[step.input_keys.index(key)].gradient else 1.0
-    return found
+        shares[graph.positions[step.name]] = 0.5 if step.call.inputs[step.input_keys.index(key)].gradient else 1.0
+    return shares
 
 
 def kept_bytes(
@@ -50,10 +50,10 @@ def kept_bytes(
         graph, view, splits: the graph and how it is sharded, as for :func:`weight_shares`.
         size_of: bytes of a tensor on a rank.
     """
-    found = np.zeros(len(graph.nodes))
+    node_bytes = np.zeros(len(graph.nodes))
     for step, key in _deferred_calls(graph, view, splits):
-        found[graph.positions[step.name]] = size_of(key) + sum(map(size_of, step.output_keys))
-    return found
+        node_bytes[graph.positions[step.name]] = size_of(key) + sum(map(size_of, step.output_keys))
+    return node_bytes
 
 
 def _deferred_calls(

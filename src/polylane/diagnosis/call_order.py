@@ -77,13 +77,13 @@ class Parting:
         groups: dict[tuple[str, str], list[int]] = {}
         for rank, record in sorted(self.records.items()):
             groups.setdefault(self._describe_rank(record), []).append(rank)
-        said, before = list[str](), ""
+        clauses, last_doing = list[str](), ""
         for (doing, call), ranks in groups.items():
             # "rank 0 is in job.save, rank 1 in job.step"
-            verb = "in" if doing == before == "is in" else doing.replace("is", "are") if len(ranks) > 1 else doing
-            said.append(f"{format_ranks(ranks)} {verb} {call}".rstrip())
-            before = doing
-        return f"{', '.join(said)}: every rank must call {self._remedy()}{self._describe_origin()}"
+            verb = "in" if doing == last_doing == "is in" else doing.replace("is", "are") if len(ranks) > 1 else doing
+            clauses.append(f"{format_ranks(ranks)} {verb} {call}".rstrip())
+            last_doing = doing
+        return f"{', '.join(clauses)}: every rank must call {self._remedy()}{self._describe_origin()}"
 
     def _describe_rank(self, record: CallRecord) -> tuple[str, str]:
         call = record.find(self.number)
@@ -102,14 +102,14 @@ class Parting:
 
     def _describe_origin(self) -> str:
         """Return the lines at which ranks parted, if they have made calls of the same methods since then."""
-        begun = self.number
-        if not all(record.find(begun) for record in self.records.values()):
+        number = self.number
+        if not all(record.find(number) for record in self.records.values()):
             return ""
-        while len({str(record.find(begun - 1)) for record in self.records.values() if record.find(begun - 1)}) > 1:
-            begun -= 1
-        calls = [(rank, record.find(begun)) for rank, record in sorted(self.records.items())]
+        while len({str(record.find(number - 1)) for record in self.records.values() if record.find(number - 1)}) > 1:
+            number -= 1
+        calls = [(rank, record.find(number)) for rank, record in sorted(self.records.items())]
         lines = [f"rank {rank} came to {call.line}" for rank, call in calls if call is not None]
-        return "" if begun == self.number else f"; they parted where {' and '.join(lines)}"
+        return "" if number == self.number else f"; they parted where {' and '.join(lines)}"
 
 
 def find_parting(records: Mapping[int, CallRecord]) -> Parting | None:

@@ -76,10 +76,10 @@ class Finding:
 
     def waiting_for(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that wait for a rank, directly or over others; ascending."""
-        found: set[int] = set()
-        while more := {w for w, on in self.waits_for.items() if w not in found and ({rank, *found} & {*on})}:
-            found |= more
-        return tuple(sorted(found - {rank}))
+        waiters: set[int] = set()
+        while newcomers := {w for w, on in self.waits_for.items() if w not in waiters and ({rank, *waiters} & {*on})}:
+            waiters |= newcomers
+        return tuple(sorted(waiters - {rank}))
 
 
 def find_blockers(states: Mapping[int, RankState], rank: int) -> tuple[int, ...]:
@@ -87,10 +87,10 @@ def find_blockers(states: Mapping[int, RankState], rank: int) -> tuple[int, ...]
     wait = states[rank].wait
     if wait is None or not states[rank].is_waiting:
         return ()
-    others = [other for other in wait.ranks if other != rank and other in states]
-    behind = [other for other in others if states[other].begun.get(wait.line, 0) < wait.number]
-    busy = [other for other in others if not states[other].is_waiting]
-    return tuple(sorted(behind or busy or [other for other in wait.ranks if other not in states]))
+    peers = [peer for peer in wait.ranks if peer != rank and peer in states]
+    behind = [peer for peer in peers if states[peer].begun.get(wait.line, 0) < wait.number]
+    busy = [peer for peer in peers if not states[peer].is_waiting]
+    return tuple(sorted(behind or busy or [peer for peer in wait.ranks if peer not in states]))
 
 
 def find_culprits(states: Mapping[int, RankState]) -> Finding:
@@ -102,7 +102,7 @@ def find_culprits(states: Mapping[int, RankState]) -> Finding:
     waits_for = {rank: find_blockers(states, rank) for rank, state in states.items() if state.is_waiting}
     idle = [rank for rank in states if rank not in waits_for]
     frozen = [rank for rank in idle if states[rank].is_frozen]
-    reached = {other for on in waits_for.values() for other in on}
+    reached = {rank for on in waits_for.values() for rank in on}
     named = frozen or [rank for rank in idle if rank in reached] or ([] if waits_for else idle)
     if named:
         return Finding(tuple(sorted(named)), waits_for=waits_for)

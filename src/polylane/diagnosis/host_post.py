@@ -88,11 +88,11 @@ class HostPost:
     verdict: HangVerdict | None = None
     answer: Answer | None = None
 
-    def to_bytes(self, place: str, secret: bytes = b"") -> bytes:
+    def to_bytes(self, label: str, secret: bytes = b"") -> bytes:
         """Return the post as bytes.
 
         Args:
-            place: name of the training, of this start of it, and of the host: a proof for one place is none for others.
+            label: name of the training, of this start of it, and of the host: a proof for one place is none for others.
             secret: secret that the hosts share; empty: nothing is proved.
         """
         verdict, answer = self.verdict, self.answer
@@ -100,7 +100,7 @@ class HostPost:
         if self.has_ended:
             plain["ended"] = True
         if self.ranks:
-            plain["ranks"] = [_record_row(each) for each in self.ranks]
+            plain["ranks"] = [_record_row(record) for record in self.ranks]
         if verdict is not None:
             ranks = list(verdict.victims), list(verdict.culprits)
             plain["verdict"] = [verdict.number, *ranks, verdict.sentence, verdict.is_parting]
@@ -109,17 +109,17 @@ class HostPost:
         text = json.dumps(plain, separators=(",", ":")).encode()
         if len(text) > MOST_BYTES and answer is not None:
             shorter = _shorten(answer.report)
-            left = None if shorter == answer.report else replace(answer, report=shorter)
-            return replace(self, answer=left).to_bytes(place, secret)
-        return (_prove(secret, place, text) if secret else b"") + text
+            short_answer = None if shorter == answer.report else replace(answer, report=shorter)
+            return replace(self, answer=short_answer).to_bytes(label, secret)
+        return (_prove(secret, label, text) if secret else b"") + text
 
     @staticmethod
-    def from_bytes(data: bytes, place: str, ranks: Iterable[int], secret: bytes = b"") -> HostPost:
+    def from_bytes(data: bytes, label: str, ranks: Iterable[int], secret: bytes = b"") -> HostPost:
         """Return the post that :meth:`to_bytes` wrote.
 
         Args:
             data: what was found at the host's place.
-            place, secret: the same arguments as of :meth:`to_bytes`.
+            label, secret: the same arguments as of :meth:`to_bytes`.
             ranks: ranks of the host's workers; it says nothing of others.
 
         Raises:
@@ -127,7 +127,7 @@ class HostPost:
         """
         if secret:
             proof, data = data[:_PROOF_BYTES], data[_PROOF_BYTES:]
-            if not hmac.compare_digest(proof, _prove(secret, place, data)):
+            if not hmac.compare_digest(proof, _prove(secret, label, data)):
                 raise ValueError("who wrote this does not know the secret")
         try:
             return _read_post(json.loads(data), frozenset(ranks))
@@ -135,31 +135,31 @@ class HostPost:
             raise ValueError(f"a part of it is missing or wrong: {type(error).__name__}") from None
 
 
-def _prove(secret: bytes, place: str, text: bytes) -> bytes:
-    return hmac.digest(secret, f"polylane watch {place}: ".encode() + text, hashlib.sha256)
+def _prove(secret: bytes, label: str, text: bytes) -> bytes:
+    return hmac.digest(secret, f"polylane watch {label}: ".encode() + text, hashlib.sha256)
 
 
 def _shorten(report: HangReport) -> HangReport:
     """Return a report without what takes most of its room, if it has anything of that."""
     if report.timeline.spans:
         return replace(report, timeline=Timeline((), report.timeline.ranks))
-    return replace(report, ranks=tuple(replace(each, stacks="") for each in report.ranks))
+    return replace(report, ranks=tuple(replace(worker, stacks="") for worker in report.ranks))
 
 
-def _check_ranks(report: HangReport, own: frozenset[int]) -> HangReport:
+def _check_ranks(report: HangReport, host_ranks: frozenset[int]) -> HangReport:
     """Return a report, which must be of some ranks alone, with lanes for these."""
-    named = [each.rank for each in report.ranks] + [each.rank for each in report.timeline.spans]
-    if not own.issuperset([*named, *report.unfinished]):
+    named = [entry.rank for entry in report.ranks] + [entry.rank for entry in report.timeline.spans]
+    if not host_ranks.issuperset([*named, *report.unfinished]):
         raise ValueError("it speaks for workers of another host")
-    return replace(report, timeline=Timeline(report.timeline.spans, max(own, default=0) + 1))
+    return replace(report, timeline=Timeline(report.timeline.spans, max(host_ranks, default=0) + 1))
 
 
 def abbreviate_lines(record: RankRecord) -> RankRecord:
     """Return a record with a digest for each line's name, which for a group is as long as the list of its ranks."""
     state = record.state
     wait = None if state.wait is None else replace(state.wait, line=_abbreviate(state.wait.line))
-    begun = {_abbreviate(line): count for line, count in state.begun.items()}
-    return replace(record, state=replace(state, wait=wait, begun=begun))
+    counts = {_abbreviate(line): count for line, count in state.begun.items()}
+    return replace(record, state=replace(state, wait=wait, begun=counts))
 
 
 @cache
@@ -185,21 +185,21 @@ def _record_row(record: RankRecord) -> list[Any]:
 
 
 def _read_record(row: list[Any]) -> RankRecord:
-    rank, wait, begun, is_frozen, doing, phase, *seconds, made, flags = row
+    rank, wait, counts, is_frozen, doing, phase, *seconds, entries, flags = row
     line = None if wait is None else Wait(str(wait[0]), int(wait[1]), tuple(map(int, wait[2])))
-    state = RankState(line, {str(name): int(count) for name, count in begun.items()}, bool(is_frozen))
+    state = RankState(line, {str(name): int(count) for name, count in counts.items()}, bool(is_frozen))
     stalled, bound, patience = map(float, seconds)
     if not math.isfinite(stalled):
         raise ValueError("its time is no number")
     is_inside, has_left, asks = map(bool, flags)
-    calls = tuple(Call(int(number), clean_sentence(method), clean_sentence(name)) for number, method, name in made)
+    calls = tuple(Call(int(number), clean_sentence(method), clean_sentence(name)) for number, method, name in entries)
     record = CallRecord(calls, is_inside, has_left)
     return RankRecord(int(rank), state, Doing[doing], Phase(phase), stalled, bound, patience, record, asks)
 
 
-def _read_post(plain: Mapping[str, Any], own: frozenset[int]) -> HostPost:
+def _read_post(plain: Mapping[str, Any], host_ranks: frozenset[int]) -> HostPost:
     ranks = tuple(_read_record(row) for row in plain.get("ranks", ()))
-    if not own.issuperset(each.rank for each in ranks):
+    if not host_ranks.issuperset(record.rank for record in ranks):
         raise ValueError("it speaks for workers of another host")
     verdict, answer = plain.get("verdict"), plain.get("answer")
     if verdict is not None:
@@ -208,13 +208,13 @@ def _read_post(plain: Mapping[str, Any], own: frozenset[int]) -> HostPost:
         verdict = HangVerdict(int(number), *named, str(sentence), bool(parts))
     if answer is not None:
         judge, number, report = answer
-        answer = Answer(int(judge), int(number), _check_ranks(report_file.from_dict(report), own))
+        answer = Answer(int(judge), int(number), _check_ranks(report_file.from_dict(report), host_ranks))
     return HostPost(int(plain["number"]), bool(plain.get("ended")), ranks, verdict, answer)
 
 
 def shift_report(report: HangReport, seconds: float) -> HangReport:
     """Return a report on a clock that is ahead by some seconds."""
-    spans = tuple(replace(each, start=each.start + seconds, end=each.end + seconds) for each in report.timeline.spans)
+    spans = tuple(replace(span, start=span.start + seconds, end=span.end + seconds) for span in report.timeline.spans)
     unfinished = {rank: (action, since + seconds) for rank, (action, since) in report.unfinished.items()}
     timeline = replace(report.timeline, spans=spans)
     return replace(report, timeline=timeline, unfinished=unfinished, now=report.now + seconds)
@@ -222,9 +222,9 @@ def shift_report(report: HangReport, seconds: float) -> HangReport:
 
 def join_reports(reports: Iterable[HangReport]) -> HangReport:
     """Return the report of several hosts, whose times are on one clock; sentence and moment are those of the first."""
-    every = list(reports)
-    ranks = sorted((each for report in every for each in report.ranks), key=lambda each: each.rank)
-    spans = tuple(span for report in every for span in report.timeline.spans)
-    lanes = max(report.timeline.ranks for report in every)
-    unfinished = {rank: each for report in every for rank, each in report.unfinished.items()}
-    return replace(every[0], ranks=tuple(ranks), timeline=Timeline(spans, lanes), unfinished=unfinished)
+    host_reports = list(reports)
+    ranks = sorted((worker for report in host_reports for worker in report.ranks), key=lambda worker: worker.rank)
+    spans = tuple(span for report in host_reports for span in report.timeline.spans)
+    lanes = max(report.timeline.ranks for report in host_reports)
+    unfinished = {rank: entry for report in host_reports for rank, entry in report.unfinished.items()}
+    return replace(host_reports[0], ranks=tuple(ranks), timeline=Timeline(spans, lanes), unfinished=unfinished)

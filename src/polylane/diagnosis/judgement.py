@@ -88,28 +88,28 @@ def judge(records: Iterable[RankRecord], silences: Mapping[int, float] | None = 
         records: the ranks of which something is known: those of one host, or of all hosts that are heard.
         silences: by rank of a host that is silent, the seconds since it was heard of.
     """
-    known = {record.rank: record for record in records}
-    states = {rank: record.state for rank, record in known.items() if record.doing is not Doing.GONE}
-    finding = find_culprits(without_onlookers(states, {rank: record.phase for rank, record in known.items()}))
+    rank_records = {record.rank: record for record in records}
+    states = {rank: record.state for rank, record in rank_records.items() if record.doing is not Doing.GONE}
+    finding = find_culprits(without_onlookers(states, {rank: record.phase for rank, record in rank_records.items()}))
     if finding.elsewhere:
-        silent = _find_silent(finding, known, silences or {})
+        silent = _find_silent(finding, rank_records, silences or {})
         return StallJudgement(replace(finding, elsewhere=silent) if silent else finding, bool(silent))
     suspects = finding.culprits or (finding.link.ranks if finding.link else finding.circle)
-    seen = [known[rank] for rank in suspects if rank in known]
-    hung = tuple(record.rank for record in seen if record.is_hung)
+    suspect_records = [rank_records[rank] for rank in suspects if rank in rank_records]
+    hung = tuple(record.rank for record in suspect_records if record.is_hung)
     if finding.culprits and hung:
         return StallJudgement(replace(finding, culprits=hung), True)
-    return StallJudgement(finding, bool(hung) and len(hung) == len(seen))
+    return StallJudgement(finding, bool(hung) and len(hung) == len(suspect_records))
 
 
 def judge_calls(records: Iterable[RankRecord]) -> Parting | None:
     """Return where the calls of scripts differ, once a worker waits in such a call, or has lost another one there."""
-    known = {record.rank: record for record in records}
-    parting = find_parting({rank: record.calls for rank, record in known.items()})
+    rank_records = {record.rank: record for record in records}
+    parting = find_parting({rank: record.calls for rank, record in rank_records.items()})
     if parting is None:
         return None
-    stuck = (known[rank] for rank in parting.records)
-    waits = any(each.asks or (each.calls.is_inside and each.stalled >= PARTING_SECONDS) for each in stuck)
+    stuck = (rank_records[rank] for rank in parting.records)
+    waits = any(record.asks or (record.calls.is_inside and record.stalled >= PARTING_SECONDS) for record in stuck)
     return parting if waits else None
 
 
@@ -118,13 +118,16 @@ def _waiting_for(finding: Finding, ranks: Iterable[int]) -> list[int]:
     return [rank for rank, on in finding.waits_for.items() if {*on} & {*ranks}]
 
 
-def _find_silent(finding: Finding, known: Mapping[int, RankRecord], silences: Mapping[int, float]) -> tuple[int, ...]:
+def _find_silent(finding: Finding, records: Mapping[int, RankRecord], silences: Mapping[int, float]) -> tuple[int, ...]:
     """Return the ranks of silent hosts that somebody has waited for long enough."""
-    found = []
+    silent_ranks = []
     for rank in finding.elsewhere:
         silence = silences.get(rank, 0.0)
-        waiting = [known[each] for each in _waiting_for(finding, (rank,))]
+        waiting = [records[waiter] for waiter in _waiting_for(finding, (rank,))]
         # Silent for as long as it was waited for, and not since long before the training stood still.
-        if any(min(each.stalled, silence) >= each.patience > silence - each.stalled - LATE_SECONDS for each in waiting):
-            found.append(rank)
-    return tuple(found)
+        if any(
+            min(record.stalled, silence) >= record.patience > silence - record.stalled - LATE_SECONDS
+            for record in waiting
+        ):
+            silent_ranks.append(rank)
+    return tuple(silent_ranks)

@@ -99,20 +99,20 @@ def pack_record(*fields: Any) -> bytes:
 
 def read_record(page: memoryview) -> Record:
     """Return where the worker of a page is: its latest whole record, with its phase and action of now."""
-    found = Record()
+    record = Record()
     for start in (0, COPY_BYTES):
         data = bytes(page[start : start + RECORD_BYTES])
         content, checksum = data[: _RECORD.size], data[_RECORD.size :]
         if _CHECKSUM.pack(zlib.crc32(content)) == checksum:
-            version, changed, phase, *rest = _RECORD.unpack(content)
-            if version > found.version:
-                found = Record(version, changed, Phase(phase), *rest)
+            version, changed, phase, *fields = _RECORD.unpack(content)
+            if version > record.version:
+                record = Record(version, changed, Phase(phase), *fields)
     (state,) = _WORD.unpack_from(page, STATE_WORD * _WORD.size)
     if state == 0:
-        return found
+        return record
     # The word may be a step ahead of the record, or behind it: an action is one of the record's step alone.
-    is_same = state >> 28 == found.round & _ROUNDS
-    return replace(found, phase=Phase(state >> 24 & 15), action=(state & 0xFFFFFF) - 1 if is_same else -1)
+    is_same = state >> 28 == record.round & _ROUNDS
+    return replace(record, phase=Phase(state >> 24 & 15), action=(state & 0xFFFFFF) - 1 if is_same else -1)
 
 
 def pack_state(round_number: int, phase: int, action: int) -> int:
@@ -158,8 +158,8 @@ def read_ring(page: memoryview) -> list[PastAction]:
     """Return the last actions of a page, in order; an entry that is being overwritten is left out."""
     entries = range(RING_START, RING_START + RING_ENTRIES * RING.size, RING.size)
     past = (PastAction(*RING.unpack(page[at : at + RING.size])) for at in entries)
-    found = sorted((each for each in past if 0 < each.start <= each.end), key=lambda each: each.number)
-    return [each for each in found if found[-1].number - each.number < RING_ENTRIES]
+    actions = sorted((action for action in past if 0 < action.start <= action.end), key=lambda action: action.number)
+    return [action for action in actions if actions[-1].number - action.number < RING_ENTRIES]
 
 
 _CALL = struct.Struct("<QH")
@@ -176,8 +176,8 @@ def write_call(page: memoryview, number: int, text: bytes) -> None:
 def read_calls(page: memoryview) -> CallRecord:
     """Return the last collective calls of the worker of a page."""
     state, end = (_WORD.unpack_from(page, word * _WORD.size)[0] for word in (CALL_WORD, END_WORD))
-    last, calls = state >> 1, list[Call]()
-    for number in range(max(1, last - CALL_ENTRIES + 2), last + 1):  # the oldest may be overwritten at this moment
+    count, calls = state >> 1, list[Call]()
+    for number in range(max(1, count - CALL_ENTRIES + 2), count + 1):  # the oldest may be overwritten at this moment
         start = CALLS_START + number % CALL_ENTRIES * CALL_BYTES
         written, length = _CALL.unpack_from(page, start)
         text = bytes(page[start + _CALL.size :][: min(length, CALL_BYTES - _CALL.size)]).decode(errors="replace")

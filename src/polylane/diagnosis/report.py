@@ -128,16 +128,16 @@ class RankReport:
 
 def describe_action(action: Action) -> str:
     """Describe an action, as ``forward of microbatch 0 on stage 1``."""
-    what = str(action.kind).replace("_", " ")
+    text = str(action.kind).replace("_", " ")
     if action.kind in (ActionKind.SEND, ActionKind.RECEIVE):
         towards = "to" if action.kind is ActionKind.SEND else "from"
-        what += f" of {'the gradient of ' if action.gradient else ''}{action.value} {towards} rank {action.peer}"
+        text += f" of {'the gradient of ' if action.gradient else ''}{action.value} {towards} rank {action.peer}"
     elif action.kind is ActionKind.REDUCE:
-        what += f" of {action.value}"
+        text += f" of {action.value}"
     elif action.kind is ActionKind.STEP:
         return "the optimizer's step"
     microbatch = "" if action.microbatch is None else f" of microbatch {action.microbatch}"
-    return f"{what}{microbatch} on stage {action.stage}"
+    return f"{text}{microbatch} on stage {action.stage}"
 
 
 @dataclass(frozen=True)
@@ -172,13 +172,13 @@ def describe_rank(report: RankReport, waiting: Sequence[int], wall: float) -> st
         wall: the moment of the report, in seconds since 1970.
     """
     since = time.strftime("%H:%M:%S", time.localtime(wall - report.stalled))
-    place = f" {report.place}" if report.place else ""
+    location = f" {report.place}" if report.place else ""
     remedy = f"; kill -CONT {report.pid} lets it go on" if report.doing is Doing.STOPPED else ""
     verb = "waits" if len(waiting) == 1 else "wait"
-    others = f"; {format_ranks(waiting)} {verb} for it" if waiting else ""
+    waiters = f"; {format_ranks(waiting)} {verb} for it" if waiting else ""
     return (
         f"rank {report.rank} (process {report.pid} on {report.host}) has not gone on for {report.stalled:.1f} s, since "
-        f"{since},{place}: it {report.doing}{remedy}{others}"
+        f"{since},{location}: it {report.doing}{remedy}{waiters}"
     )
 
 
@@ -194,26 +194,26 @@ def describe_finding(
         hosts: by rank, the name of its host, where there are several.
     """
     if finding.culprits:
-        known = [rank for rank in finding.culprits if rank in ranks]
-        if not known:
+        known_ranks = [rank for rank in finding.culprits if rank in ranks]
+        if not known_ranks:
             return f"{_on_hosts(finding.culprits, hosts)} {_have(finding.culprits)} not gone on"
-        more = [rank for rank in finding.culprits if rank != known[0]]
-        also = f"; so {'does' if len(more) == 1 else 'do'} {_on_hosts(more, hosts)}" if more else ""
-        return describe_rank(ranks[known[0]], finding.waiting_for(known[0]), wall) + also
+        culprits = [rank for rank in finding.culprits if rank != known_ranks[0]]
+        also = f"; so {'does' if len(culprits) == 1 else 'do'} {_on_hosts(culprits, hosts)}" if culprits else ""
+        return describe_rank(ranks[known_ranks[0]], finding.waiting_for(known_ranks[0]), wall) + also
     stuck = finding.link.ranks if finding.link else finding.circle
-    known = [rank for rank in stuck if rank in ranks]
-    stalled = min((ranks[rank].stalled for rank in known), default=0.0)
+    known_ranks = [rank for rank in stuck if rank in ranks]
+    stalled = min((ranks[rank].stalled for rank in known_ranks), default=0.0)
     since = time.strftime("%H:%M:%S", time.localtime(wall - stalled))
-    place = f", {ranks[known[0]].place}" if known else ""
+    location = f", {ranks[known_ranks[0]].place}" if known_ranks else ""
     if finding.link is not None:
         names = list(dict.fromkeys(hosts[rank] for rank in stuck)) if hosts else []
         between = f"between {_join_words(names)}" if len(names) > 1 else "between them"
         return (
             f"{_on_hosts(stuck, hosts)} have all begun 1 operation between them and have waited "
-            f"for it for {stalled:.1f} s, since {since}{place}: no worker is to blame, the link {between} carries "
+            f"for it for {stalled:.1f} s, since {since}{location}: no worker is to blame, the link {between} carries "
             f"nothing"
         )
-    return f"{_on_hosts(stuck, hosts)} wait for each other since {since}{place}"
+    return f"{_on_hosts(stuck, hosts)} wait for each other since {since}{location}"
 
 
 def describe_silence(
@@ -228,23 +228,23 @@ def describe_silence(
         silences: by name of a host, the seconds since it was heard of.
     """
     names = list(dict.fromkeys(hosts[rank] for rank in finding.elsewhere))
-    said = _join_words(
+    description = _join_words(
         [
             f"{name}, with {format_ranks([rank for rank in hosts if hosts[rank] == name])}, has not been heard of for "
             f"{silences.get(name, 0.0):.1f} s"
             for name in names
         ]
     )
-    it = "it is" if len(names) == 1 else "they are"
-    them = "it" if len(names) == 1 else "them"
+    subject = "it is" if len(names) == 1 else "they are"
+    pronoun = "it" if len(names) == 1 else "them"
     return (
-        f"{said}: {it} down or stopped as a whole, or the link to {them} carries nothing; "
+        f"{description}: {subject} down or stopped as a whole, or the link to {pronoun} carries nothing; "
         f"{_describe_waiting(finding, ranks, hosts)}"
     )
 
 
 def describe_unanswered(
-    finding: Finding, ranks: Mapping[int, RankReport], hosts: Mapping[int, str], where: tuple[str, str, float]
+    finding: Finding, ranks: Mapping[int, RankReport], hosts: Mapping[int, str], store_state: tuple[str, str, float]
 ) -> str:
     """Return one sentence about a host that hears nothing of the others, since the store does not answer.
 
@@ -252,12 +252,12 @@ def describe_unanswered(
         finding: where the walk ended, with ranks of other hosts that somebody waits for.
         ranks: the reports of the ranks of this host, by rank.
         hosts: by rank, the name of its host.
-        where: name of this host, what the store is called, and the seconds since it has answered.
+        store_state: name of this host, what the store is called, and the seconds since it has answered.
     """
-    own, store, seconds = where
-    others = _join_words(list(dict.fromkeys(hosts[rank] for rank in finding.elsewhere)))
+    host, store, seconds = store_state
+    peers = _join_words(list(dict.fromkeys(hosts[rank] for rank in finding.elsewhere)))
     return (
-        f"{own} has not heard of {others} for {seconds:.1f} s, nor has {store} answered: the link from {own} to the "
+        f"{host} has not heard of {peers} for {seconds:.1f} s, nor has {store} answered: the link from {host} to the "
         f"others carries nothing, or they are down; {_describe_waiting(finding, ranks, hosts)}"
     )
 
@@ -265,12 +265,12 @@ def describe_unanswered(
 def _describe_waiting(finding: Finding, ranks: Mapping[int, RankReport], hosts: Mapping[int, str]) -> str:
     """Return who waits for ranks of other hosts, since when, and where."""
     waiting = sorted(rank for rank, on in finding.waits_for.items() if {*on} & {*finding.elsewhere})
-    known = [ranks[rank] for rank in waiting if rank in ranks]
-    stalled = min((each.stalled for each in known), default=0.0)
-    place = f", {known[0].place}" if known and known[0].place else ""
+    reports = [ranks[rank] for rank in waiting if rank in ranks]
+    stalled = min((report.stalled for report in reports), default=0.0)
+    location = f", {reports[0].place}" if reports and reports[0].place else ""
     return (
         f"{_on_hosts(waiting, hosts)} {_have(waiting)} waited for {format_ranks(finding.elsewhere)} for {stalled:.1f} s"
-        f"{place}"
+        f"{location}"
     )
 
 

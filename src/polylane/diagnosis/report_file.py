@@ -28,7 +28,7 @@ def to_dict(report: HangReport) -> dict[str, Any]:
         "culprits": list(report.culprits),
         "wall": report.wall,
         "now": report.now,
-        "ranks": [each.to_dict() for each in report.ranks],
+        "ranks": [worker.to_dict() for worker in report.ranks],
         "unfinished": running,
         "timeline": report.timeline.to_dict(),
     }
@@ -50,7 +50,7 @@ def from_dict(data: Any) -> HangReport:
         report = HangReport(
             data["sentence"],
             tuple(data["culprits"]),
-            tuple(RankReport.from_dict(each) for each in data["ranks"]),
+            tuple(RankReport.from_dict(entry) for entry in data["ranks"]),
             Timeline.from_dict(data["timeline"]),
             {int(rank): (Action.from_row(row), since) for rank, (row, since) in running},
             data["now"],
@@ -72,24 +72,24 @@ def _check_values(report: HangReport) -> None:
     texts = [report.sentence, timeline.unit, timeline.title, *timeline.notes, *timeline.notes.values()]
     counts = [timeline.ranks, *report.culprits, *report.unfinished]
     times = [report.now, report.wall, *(since for _, since in report.unfinished.values())]
-    for each in report.ranks:
-        texts += [each.host, each.phase, each.operator, each.source, each.waits_on, each.stacks]
-        counts += [each.rank, each.pid, each.step]
-        times.append(each.stalled)
+    for worker in report.ranks:
+        texts += [worker.host, worker.phase, worker.operator, worker.source, worker.waits_on, worker.stacks]
+        counts += [worker.rank, worker.pid, worker.step]
+        times.append(worker.stalled)
     for span in spans:
         counts += [span.rank, span.bytes]
         times += [span.start, span.end, span.waited]
-    actions = [each.action for each in report.ranks if each.action is not None]
+    actions = [worker.action for worker in report.ranks if worker.action is not None]
     actions += [span.action for span in spans] + [action for action, _ in report.unfinished.values()]
     for action in actions:
         texts += [] if action.value is None else [action.value]
         counts += [action.stage, action.steps_back]
-        counts += [each for each in (action.microbatch, action.peer) if each is not None]
-    if not all(type(each) is str for each in texts) or not all(type(each.gradient) is bool for each in actions):
+        counts += [number for number in (action.microbatch, action.peer) if number is not None]
+    if not all(type(item) is str for item in texts) or not all(type(item.gradient) is bool for item in actions):
         raise ValueError("a part of it is of another type")
-    if not all(type(each) is int and 0 <= each < 1 << 63 for each in counts):
+    if not all(type(count) is int and 0 <= count < 1 << 63 for count in counts):
         raise ValueError("a number of it is of another type, or below 0")
-    if not all(type(each) in (int, float) and math.isfinite(each) for each in times):
+    if not all(type(time) in (int, float) and math.isfinite(time) for time in times):
         raise ValueError("a time of it is no number")
     if timeline.ranks > MOST_RANKS or not 0 <= report.wall <= _LAST_SECOND:
         raise ValueError(f"it is of more than {MOST_RANKS} ranks, or of no moment since 1970")
@@ -101,21 +101,21 @@ def draw_timeline(report: HangReport) -> Timeline:
     What had not ended is drawn shorter than it was, where it would leave no room for the steps before.
     """
     spans = report.timeline.spans
-    first = min((span.start for span in spans), default=report.now - 1.0)
-    last = max((span.end for span in spans), default=report.now - 1.0)
-    until = min(report.now, last + max(_LONGEST_END * (last - first), 1e-6))
-    cut = f", of which {until - last:.3g} s are drawn" if until < report.now else ""
-    title = f"the last steps; then nothing for {report.now - last:.1f} s{cut}"
-    return replace(report.timeline, spans=(*spans, *_unfinished_spans(report, first, until)), title=title).from_zero()
+    begin = min((span.start for span in spans), default=report.now - 1.0)
+    end = max((span.end for span in spans), default=report.now - 1.0)
+    until = min(report.now, end + max(_LONGEST_END * (end - begin), 1e-6))
+    cut = f", of which {until - end:.3g} s are drawn" if until < report.now else ""
+    title = f"the last steps; then nothing for {report.now - end:.1f} s{cut}"
+    return replace(report.timeline, spans=(*spans, *_unfinished_spans(report, begin, until)), title=title).from_zero()
 
 
-def _unfinished_spans(report: HangReport, first: float, until: float) -> Iterator[Span]:
+def _unfinished_spans(report: HangReport, begin: float, until: float) -> Iterator[Span]:
     lanes = report.timeline.lanes()
     for rank in range(report.timeline.ranks):
         is_hung = rank in report.culprits
-        action, since = report.unfinished.get(rank, (None, lanes[rank][-1].end if lanes[rank] else first))
+        action, since = report.unfinished.get(rank, (None, lanes[rank][-1].end if lanes[rank] else begin))
         if action is None and is_hung:  # outside of its program: in its loader, say
-            phases = {each.rank: each.phase for each in report.ranks}
+            phases = {worker.rank: worker.phase for worker in report.ranks}
             action = Action(ActionKind.STEP, lanes[rank][-1].action.stage if lanes[rank] else 0, None, phases.get(rank))
         if action is not None:
-            yield Span(rank, action, max(first, min(since, until)), until, is_hung=is_hung)
+            yield Span(rank, action, max(begin, min(since, until)), until, is_hung=is_hung)

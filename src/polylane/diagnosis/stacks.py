@@ -21,7 +21,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 _SPY_FRAME = re.compile(r"^ {4}(?P<function>\S.*?) \((?P<file>.*):(?P<line>\d+)\)$")
 _NATIVE = re.compile(r"\.(?:c|cc|cpp|cxx|cu|h|hh|hpp|inc|rs|s)$", re.IGNORECASE)
 _OWN = str(Path(__file__).resolve().parent.parent) + "/"
-_LIBRARIES = (_OWN, *(f"{place}/" for name in ("stdlib", "scripts") if (place := sysconfig.get_path(name))))
+_LIBRARIES = (_OWN, *(f"{folder}/" for name in ("stdlib", "scripts") if (folder := sysconfig.get_path(name))))
 
 
 # The calls of torch.distributed that every rank of their group must make; others are between two ranks, or of one.
@@ -60,8 +60,8 @@ class Frame:
 
 def called_by_polylane(frames: list[Frame]) -> list[Frame]:
     """Return the calls that polylane makes, its own among them, without those that led to it; the innermost first."""
-    own = [index for index, frame in enumerate(frames) if frame.file.startswith(_OWN)]
-    return frames[: own[-1] + 1] if own else []
+    indices = [index for index, frame in enumerate(frames) if frame.file.startswith(_OWN)]
+    return frames[: indices[-1] + 1] if indices else []
 
 
 def is_at_breakpoint(frames: list[Frame]) -> bool:
@@ -140,6 +140,6 @@ def find_place(frames: list[Frame], codes: Mapping[str, Mapping[str, list[str]]]
     for frame in frames:
         if frame.is_users:
             return CodePlace(frame.function, f"{Path(frame.file).name}:{frame.line}")
-        if found := codes.get(frame.file, {}).get(str(frame.line)):
-            return CodePlace(*found)
+        if entry := codes.get(frame.file, {}).get(str(frame.line)):
+            return CodePlace(*entry)
     return CodePlace()

@@ -27,7 +27,7 @@ def flatten(batch: Any) -> tuple[list[Any], Rebuild]:
     leaves, rebuild = flatten_nested(group_samples(batch))
     if not any(isinstance(leaf, SampleList) for leaf in leaves):
         return leaves, rebuild
-    return leaves, lambda given: rebuild([ungroup_samples(leaf) for leaf in given])
+    return leaves, lambda new_leaves: rebuild([ungroup_samples(leaf) for leaf in new_leaves])
 
 
 def flatten_nested(value: Any) -> tuple[list[Any], Rebuild]:
@@ -206,22 +206,22 @@ class CarriedLeaves:
         self._carried: dict[Hashable, frozenset[int]] = {}
 
     def sign(
-        self, what: Hashable, structure: Any, leaves: Sequence[Any], sampled: Sequence[bool] | None = None
+        self, objective: Hashable, structure: Any, leaves: Sequence[Any], sampled: Sequence[bool] | None = None
     ) -> tuple[Any, ...]:
         """Return the signature of a batch, without the values of leaves that are known to be carried.
 
         Args:
-            what: what is captured (the objective and the mode).
+            objective: what is captured (the objective and the mode).
             structure: how the batch is nested.
             leaves: flat leaves of the batch.
             sampled: for each leaf whether it is divided with the samples.
         """
-        carried = self._carried.get((what, structure, _kinds(leaves)), ()) if self._carried else ()
+        carried = self._carried.get((objective, structure, _kinds(leaves)), ()) if self._carried else ()
         return batch_signature(leaves, sampled, carried)
 
-    def record(self, what: Hashable, structure: Any, leaves: Sequence[Any], carried: Collection[int]) -> None:
+    def record(self, objective: Hashable, structure: Any, leaves: Sequence[Any], carried: Collection[int]) -> None:
         """Record which leaves of such a batch a graph that was captured from it carries along."""
-        form = what, structure, _kinds(leaves)
+        form = objective, structure, _kinds(leaves)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             self._carried[form] = self._carried.get(form, frozenset(carried)) & frozenset(carried)
 
@@ -240,17 +240,17 @@ def split_bounds(total: int, parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(ends))
 
 
-def count_parts(total: int, most: int, fewest: int = 1) -> int:
-    """Return the number of parts for ``total`` samples: ``most``, or fewer where a part would have too few samples.
+def count_parts(total: int, limit: int, fewest: int = 1) -> int:
+    """Return the number of parts for ``total`` samples: ``limit``, or fewer where a part would have too few samples.
 
-    Parts without any sample are skipped and need none: with ``fewest`` at 1 there are always ``most`` parts.
+    Parts without any sample are skipped and need none: with ``fewest`` at 1 there are always ``limit`` parts.
 
     Args:
         total: number of samples to divide.
-        most: number of parts of a full batch.
+        limit: number of parts of a full batch.
         fewest: samples that a part needs; if ``total`` is less than that, there is one part.
     """
-    return most if fewest == 1 or total // most >= fewest else max(1, total // fewest)
+    return limit if fewest == 1 or total // limit >= fewest else max(1, total // fewest)
 
 
 def take_samples(leaves: Sequence[Any], start: int, stop: int, sampled: Sequence[bool] | None = None) -> list[Any]:
@@ -262,13 +262,13 @@ def take_samples(leaves: Sequence[Any], start: int, stop: int, sampled: Sequence
 def take_first_samples(leaves: Sequence[Any], count: int, sampled: Sequence[bool] | None = None) -> list[Any]:
     """Return about ``count`` first samples: more if a leaf that is not divided has just that length."""
     split = sampled or sampled_leaves(leaves)
-    taken = {
+    lengths = {
         len(leaf)
-        for leaf, own in zip(leaves, split, strict=True)
-        if isinstance(leaf, Tensor) and leaf.dim() and not own
+        for leaf, is_split in zip(leaves, split, strict=True)
+        if isinstance(leaf, Tensor) and leaf.dim() and not is_split
     }
     # The smaller batch must not make an undivided leaf look like one row per sample.
-    while count in taken:
+    while count in lengths:
         count += 1
     return take_samples(leaves, 0, count, split)
 

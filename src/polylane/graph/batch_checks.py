@@ -27,30 +27,30 @@ def refuse_undividable(batch: Any) -> None:
     """
     leaves, _ = flatten(batch)
     rows = {leaf.shape[0] for leaf in leaves if _is_plain(leaf) and leaf.dim()}
-    first = next((leaf for leaf in leaves if _is_plain(leaf) and leaf.dim()), None)
-    if first is not None and not first.shape[0]:
-        raise PolylaneError(f"the batch has no samples: its first tensor has the shape {list(first.shape)}")
+    first_leaf = next((leaf for leaf in leaves if _is_plain(leaf) and leaf.dim()), None)
+    if first_leaf is not None and not first_leaf.shape[0]:
+        raise PolylaneError(f"the batch has no samples: its first tensor has the shape {list(first_leaf.shape)}")
     if type(batch) in (list, tuple) and isinstance(batch[0], Mapping) and is_sample_list(batch) and len(rows) > 1:
         raise PolylaneError(
             "the batch is a list of dicts whose tensors have other numbers of rows, as if each were a sample: give a "
             "list of what is the input (the images) and a list of dicts with the rest (the targets)"
         )
-    for place, value in _walk("batch", group_samples(batch)):
+    for path, value in _walk("batch", group_samples(batch)):
         if isinstance(value, PackedSequence):
             raise PolylaneError(
-                f"{place} is a PackedSequence, in which samples are not along a dimension: give the padded tensor and "
+                f"{path} is a PackedSequence, in which samples are not along a dimension: give the padded tensor and "
                 "the lengths, and pack inside of the model"
             )
         if isinstance(value, Tensor) and not _is_plain(value):
             kind = "nested" if value.is_nested else "sparse"
-            raise PolylaneError(f"{place} is a {kind} tensor, which cannot be divided by samples: {_LAYOUTS[kind]}")
+            raise PolylaneError(f"{path} is a {kind} tensor, which cannot be divided by samples: {_LAYOUTS[kind]}")
         if type(value).__name__ == "ndarray" and value.ndim:
-            raise PolylaneError(f"{place} is a numpy array: give a tensor, torch.from_numpy(...)")
+            raise PolylaneError(f"{path} is a numpy array: give a tensor, torch.from_numpy(...)")
         if isinstance(value, list) and len(value) > 3 and len(value) in rows:
-            _refuse_list(place, value)
+            _refuse_list(path, value)
         if _hides_tensors(value):
             raise PolylaneError(
-                f"{place} is of your own class {type(value).__name__}, into which nobody looks: give a dict, a tuple "
+                f"{path} is of your own class {type(value).__name__}, into which nobody looks: give a dict, a tuple "
                 "or a dataclass"
             )
 
@@ -74,9 +74,9 @@ def refuse_unequal_rows(leaves: Sequence[Any], sampled: Sequence[bool], structur
         names = [f"leaf {i} of the batch" for i in range(len(leaves))]
     named = zip(names, leaves, sampled, strict=True)
     shapes = [(name, list(leaf.shape)) for name, leaf, is_split in named if is_split]
-    (first, shape), (other, another) = shapes[0], next(each for each in shapes if each[1][0] != rows[0])
+    (first, shape), (other, another) = shapes[0], next(pair for pair in shapes if pair[1][0] != rows[0])
     width = shape[1] if len(shape) > 1 else None
-    if width is not None and all(len(each) > 1 and each[1] == width for _, each in shapes):
+    if width is not None and all(len(sizes) > 1 and sizes[1] == width for _, sizes in shapes):
         remedy = f"here it looks like time, and dimension 1 ({width}) like the samples: transpose both"
     else:
         remedy = (
@@ -93,34 +93,34 @@ def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
 
 
-def _walk(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield every value in a batch with its place, the outer ones first."""
-    yield place, value
+    yield path, value
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _walk(f"{place}[{key!r}]", each)
+        for key, item in value.items():
+            yield from _walk(f"{path}[{key!r}]", item)
     elif isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence):
-        for i, each in enumerate(value):
-            yield from _walk(f"{place}[{i}]", each)
+        for i, item in enumerate(value):
+            yield from _walk(f"{path}[{i}]", item)
     elif hasattr(type(value), "__dataclass_fields__"):
         for name in type(value).__dataclass_fields__:
-            yield from _walk(f"{place}.{name}", getattr(value, name))
+            yield from _walk(f"{path}.{name}", getattr(value, name))
 
 
-def _refuse_list(place: str, value: list[Any]) -> None:
+def _refuse_list(path: str, value: list[Any]) -> None:
     """Refuse a list of as many things as there are samples: it would be taken for constants of the whole batch."""
-    if all(type(each) in (int, float, bool) for each in value):
-        raise PolylaneError(f"{place} is a list of numbers, one for each sample: give a tensor, torch.tensor(...)")
-    tensors = [each for each in value if isinstance(each, Tensor)]
-    if len(tensors) == len(value) and any(each.shape[:1] != (len(value),) for each in tensors):
+    if all(type(item) in (int, float, bool) for item in value):
+        raise PolylaneError(f"{path} is a list of numbers, one for each sample: give a tensor, torch.tensor(...)")
+    tensors = [item for item in value if isinstance(item, Tensor)]
+    if len(tensors) == len(value) and any(tensor.shape[:1] != (len(value),) for tensor in tensors):
         raise PolylaneError(
-            f"{place} is a list of tensors, one for each sample: stack them, padded to one length where they differ, "
+            f"{path} is a list of tensors, one for each sample: stack them, padded to one length where they differ, "
             "and give the lengths beside them"
         )
 
 
 def _hides_tensors(value: Any) -> bool:
-    known = isinstance(value, (Tensor, Mapping, list, tuple)) or hasattr(type(value), "__dataclass_fields__")
-    if known or isinstance(value, type) or not hasattr(value, "__dict__"):
+    is_known_type = isinstance(value, (Tensor, Mapping, list, tuple)) or hasattr(type(value), "__dataclass_fields__")
+    if is_known_type or isinstance(value, type) or not hasattr(value, "__dict__"):
         return False
-    return any(isinstance(each, Tensor) for each in vars(value).values())
+    return any(isinstance(attribute, Tensor) for attribute in vars(value).values())

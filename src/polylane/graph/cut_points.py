@@ -38,13 +38,13 @@ def narrow_positions(graph: Graph, staying: Collection[str] = (), most: int = MO
     """
     allowed = cut_positions(graph, staying)
     bytes_ = crossing_bytes(graph)[allowed] if allowed else np.zeros(0)
-    kept = _local_minima(list(range(len(allowed))), bytes_)
-    while len(kept) > most:
-        fewer = _local_minima(kept, bytes_)
-        if len(fewer) == len(kept):  # all equally narrow: take them evenly
-            fewer = [kept[i] for i in np.linspace(0, len(kept) - 1, most).astype(int)]
-        kept = fewer
-    return tuple(allowed[i] for i in kept)
+    indices = _local_minima(list(range(len(allowed))), bytes_)
+    while len(indices) > most:
+        fewer = _local_minima(indices, bytes_)
+        if len(fewer) == len(indices):  # all equally narrow: take them evenly
+            fewer = [indices[i] for i in np.linspace(0, len(indices) - 1, most).astype(int)]
+        indices = fewer
+    return tuple(allowed[i] for i in indices)
 
 
 def block_positions(graph: Graph) -> tuple[int, ...]:
@@ -56,11 +56,11 @@ def _local_minima(places: Sequence[int], values: NDArray[np.float64]) -> list[in
     """Return places that are at most as wide as those on both sides; of a plateau the first, unless all are equal."""
     if len(places) < 3 or len({float(values[p]) for p in places}) == 1:
         return list(places)
-    found = []
-    for i, place in enumerate(places):
-        before = float(values[places[i - 1]]) if i else np.inf
-        own = float(values[place])
-        after = next((float(values[p]) for p in places[i + 1 :] if values[p] != own), np.inf)
-        if own < before and own < after:
-            found.append(place)
-    return found or list(places)
+    minima = []
+    for i, position in enumerate(places):
+        left_value = float(values[places[i - 1]]) if i else np.inf
+        value = float(values[position])
+        right_value = next((float(values[p]) for p in places[i + 1 :] if values[p] != value), np.inf)
+        if value < left_value and value < right_value:
+            minima.append(position)
+    return minima or list(places)

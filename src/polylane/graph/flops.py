@@ -49,8 +49,8 @@ def flops_of(node: fx.Node, op: str) -> int:
 
 def _matmul(node: fx.Node, inputs: Sequence[tuple[int, ...]], out: int) -> int:
     # The contraction is the last dimension of the left factor; addmm and baddbmm have the added tensor first.
-    first = inputs[1] if str(node.target).startswith(("aten.addmm", "aten.baddbmm")) and len(inputs) > 1 else inputs[0]
-    return 2 * out * (first[-1] if first else 1)
+    shape = inputs[1] if str(node.target).startswith(("aten.addmm", "aten.baddbmm")) and len(inputs) > 1 else inputs[0]
+    return 2 * out * (shape[-1] if shape else 1)
 
 
 def _convolution(node: fx.Node, inputs: Sequence[tuple[int, ...]], out: int) -> int:

@@ -62,18 +62,18 @@ class ObservingInterpreter(GraphInterpreter):
 def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
     """Return a node's arguments with a function applied inside of lists, tuples (which become lists) and dicts."""
     if isinstance(value, (list, tuple)):
-        return [map_nested(function, each) for each in value]
+        return [map_nested(function, item) for item in value]
     if isinstance(value, dict):
-        return {key: map_nested(function, each) for key, each in value.items()}
+        return {key: map_nested(function, item) for key, item in value.items()}
     return function(value)
 
 
 def find_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Return nodes and all their ancestors."""
-    found, left = set[fx.Node](), list(nodes)
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left += node.all_input_nodes
-    return found
+    ancestors, pending = set[fx.Node](), list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in ancestors:
+            ancestors.add(node)
+            pending += node.all_input_nodes
+    return ancestors

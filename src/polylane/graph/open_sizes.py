@@ -66,6 +66,6 @@ class OpenSizes:
                 continue
             if leaf.dim() != len(shape):
                 return False
-            if any(size is not None and size(1, *sizes) != own for size, own in zip(shape, leaf.shape, strict=True)):
+            if any(size is not None and size(1, *sizes) != n for size, n in zip(shape, leaf.shape, strict=True)):
                 return False
         return True

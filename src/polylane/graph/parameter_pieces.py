@@ -19,27 +19,27 @@ def find_parameter_pieces(graph: Graph, piece_of: Mapping[str, int]) -> dict[str
         graph: the graph that is cut, whose table has all parameters of the model.
         piece_of: the piece of every node, by the node's name.
     """
-    found: dict[str, int] = {}
+    pieces: dict[str, int] = {}
     for node in graph.nodes:
         for name in node.parameters:
-            found.setdefault(name, piece_of[node.name])
-    order = {name: i for i, name in enumerate(dict.fromkeys((*graph.parameters, *found)))}
-    used = sorted(found, key=order.__getitem__)
+            pieces.setdefault(name, piece_of[node.name])
+    order = {name: i for i, name in enumerate(dict.fromkeys((*graph.parameters, *pieces)))}
+    used = sorted(pieces, key=order.__getitem__)
     if not used:
         return dict.fromkeys(order, 0)
     running = {path for name in used for path in _list_paths(name)}
     ends: dict[str, tuple[int, int]] = {}  # of each outermost module without any use, its first and last parameter
-    unused = {name: next((p for p in _list_paths(name) if p not in running), name) for name in order.keys() - found}
+    unused = {name: next((p for p in _list_paths(name) if p not in running), name) for name in order.keys() - pieces}
     for name in sorted(unused, key=order.__getitem__):
         ends[unused[name]] = ends.get(unused[name], (order[name],))[0], order[name]
 
-    def nearness(path: str, other: str) -> tuple[int, int]:
-        shared = len({*_list_paths(path + ".")}.intersection(_list_paths(other)))
-        first, last = ends[path]
-        return -shared, max(first - order[other], order[other] - last)
+    def nearness(path: str, name: str) -> tuple[int, int]:
+        shared = len({*_list_paths(path + ".")}.intersection(_list_paths(name)))
+        start, end = ends[path]
+        return -shared, max(start - order[name], order[name] - end)
 
-    nearest = {path: found[min(used, key=lambda other: nearness(path, other))] for path in ends}
-    return found | {name: nearest[path] for name, path in unused.items()}
+    nearest = {path: pieces[min(used, key=lambda name: nearness(path, name))] for path in ends}
+    return pieces | {name: nearest[path] for name, path in unused.items()}
 
 
 def _list_paths(name: str) -> list[str]:

@@ -75,7 +75,7 @@ class Partition:
     def stage_of(self) -> dict[str, int]:
         """The stage of every node, by name; recomputable nodes are assigned by position, and recomputed elsewhere."""
         nodes = self.graph.nodes
-        return {nodes[i].name: stage for first, end, stage in self.pieces for i in range(first, end)}
+        return {nodes[i].name: stage for start, end, stage in self.pieces for i in range(start, end)}
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
@@ -144,19 +144,19 @@ def cut_positions(graph: Graph, staying: Collection[str] = ()) -> list[int]:
         graph: the graph to be cut.
         staying: names of values that must not cross stages.
     """
-    last = last_uses(graph)
+    ends = last_uses(graph)
     stuck = {n.name for n in graph.nodes if not n.can_cross_stages} | set(staying)
-    spans = [(first, end, 1.0) for first, end in graph.unsplittable_ranges]
-    spans += [(i, last.get(n.name, i), 1) for i, n in enumerate(graph.nodes) if n.name in stuck and not n.recomputable]
-    inside = sum_over_spans(graph, spans)
-    work = [p for p, node in enumerate(graph.nodes) if not node.recomputable]
-    return [p for p in work[1:] if not inside[p]]  # a stage of recomputable nodes alone would be none
+    spans = [(start, end, 1.0) for start, end in graph.unsplittable_ranges]
+    spans += [(i, ends.get(n.name, i), 1) for i, n in enumerate(graph.nodes) if n.name in stuck and not n.recomputable]
+    weights = sum_over_spans(graph, spans)
+    positions = [p for p, node in enumerate(graph.nodes) if not node.recomputable]
+    return [p for p in positions[1:] if not weights[p]]  # a stage of recomputable nodes alone would be none
 
 
 def last_uses(graph: Graph) -> dict[str, int]:
     """Return the position of the last node that reads each value; the loss is read at the very end."""
-    last = {name: position for position, node in enumerate(graph.nodes) for name in node.inputs}
-    return last | dict.fromkeys(graph.outputs, len(graph.nodes) - 1)
+    positions = {name: position for position, node in enumerate(graph.nodes) for name in node.inputs}
+    return positions | dict.fromkeys(graph.outputs, len(graph.nodes) - 1)
 
 
 def sum_over_spans(graph: Graph, spans: Iterable[tuple[int, int, float]]) -> NDArray[np.float64]:
@@ -166,9 +166,9 @@ def sum_over_spans(graph: Graph, spans: Iterable[tuple[int, int, float]]) -> NDA
     """
     # Differences between neighbouring positions; the cumulative sum is the weight open at each.
     delta = np.zeros(len(graph.nodes) + 1)
-    for first, last, weight in spans:
-        delta[first + 1] += weight
-        delta[last + 1] -= weight
+    for start, end, weight in spans:
+        delta[start + 1] += weight
+        delta[end + 1] -= weight
     return np.cumsum(delta)
 
 
@@ -241,10 +241,10 @@ def _best_cuts(work: NDArray[np.float64], live: NDArray[np.float64], workers: Se
     return cuts
 
 
-def _too_many_stages(graph: Graph, stages: int, most: int) -> str:
+def _too_many_stages(graph: Graph, stages: int, max_stages: int) -> str:
     if graph.is_opaque:
         return f"pipeline={stages}: the model is opaque and cannot be cut ({graph.notes[-1]}); use data parallelism"
-    stages_of = format_plural(most, "stage")
+    stages_of = format_plural(max_stages, "stage")
     return f"pipeline={stages}: the graph can be cut into at most {stages_of}; lower pipeline, or use data parallelism"
 
 
@@ -261,10 +261,10 @@ def _is_feasible(work: NDArray[np.float64], workers: Sequence[int], limit: float
     """Return whether cuts exist with which every stage has some work and stays within ``limit``."""
     reached = np.zeros(len(work), dtype=bool)
     reached[0] = True
-    for own in workers:
-        before = np.concatenate([[0], np.cumsum(reached)])  # how many of the first positions can be reached
+    for worker_count in workers:
+        counts = np.concatenate([[0], np.cumsum(reached)])  # how many of the first positions can be reached
         # A position can end this stage if any reachable start lies in [earliest, position).
-        reached = before[np.arange(len(work))] > before[_earliest_starts(work, limit * own)]
+        reached = counts[np.arange(len(work))] > counts[_earliest_starts(work, limit * worker_count)]
     return bool(reached[-1])
 
 
@@ -287,8 +287,8 @@ def _min_bytes_cuts(
     cost = np.where(earliest == 0, 0.0, np.inf)
     cost[0] = np.inf
     choices = []
-    for own in workers[1:]:
-        earliest = _earliest_starts(work, limit * own)
+    for worker_count in workers[1:]:
+        earliest = _earliest_starts(work, limit * worker_count)
         previous, cost = cost + live, np.full(count, np.inf)
         choice = np.zeros(count, dtype=np.int64)
         window: deque[int] = deque()
@@ -332,7 +332,7 @@ def align_partition(reference: Partition, graph: Graph) -> Partition:
         raise PolylaneError(_too_many_stages(graph, reference.stages, 1))
     cut = Partition(reference.graph, reference.cuts)  # one stage per piece
     piece_of = cut.stage_of
-    known = {node.name: node for node in reference.graph.nodes}
+    nodes = {node.name: node for node in reference.graph.nodes}
     holder = find_parameter_pieces(reference.graph, piece_of)
     modules: dict[str, int] = {}
     for node in reference.graph.nodes:
@@ -341,13 +341,13 @@ def align_partition(reference: Partition, graph: Graph) -> Partition:
     guesses: list[int | None] = []
     weights = []
     for node in graph.nodes:
-        held = [holder[p] for p in node.parameters if p in holder]
-        same = known.get(node.name)
-        weights.append(1000.0 if held else 0.0 if node.recomputable else 1.0)
-        if same is not None and same.parameters == node.parameters:  # a tied weight lives on several stages
+        pieces = [holder[p] for p in node.parameters if p in holder]
+        namesake = nodes.get(node.name)
+        weights.append(1000.0 if pieces else 0.0 if node.recomputable else 1.0)
+        if namesake is not None and namesake.parameters == node.parameters:  # a tied weight lives on several stages
             guesses.append(piece_of[node.name])
         else:
-            guesses.append(held[0] if held else modules.get(node.module))
+            guesses.append(pieces[0] if pieces else modules.get(node.module))
     partition = Partition(graph, _majority_cuts(graph, guesses, weights, cut.stages), reference.stage_of_piece)
     _require_order(partition)
     return partition

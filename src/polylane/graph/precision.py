@@ -104,20 +104,20 @@ def _call_promoted(func: Any, args: Any, kwargs: Any) -> Any:
     lower = [value for value in flat if isinstance(value, Tensor) and value.dtype in LOWER]
     if not lower:
         return func(*args, **kwargs)
-    before = generator_states()
+    old_states = generator_states()
     try:
         result = func(*args, **kwargs)
     except RuntimeError:  # operands of two dtypes
         result = None
     memory = {value.untyped_storage().data_ptr() for value in lower}
-    made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+    tensors = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
     # What is written, or looked at from elsewhere, stays the tensor that it is.
     if result is not None and (
-        not any(value.dtype in LOWER for value in made)
-        or any(value.untyped_storage().data_ptr() in memory for value in made)
+        not any(value.dtype in LOWER for value in tensors)
+        or any(value.untyped_storage().data_ptr() in memory for value in tensors)
     ):
         return result
-    restore_generators(before)
+    restore_generators(old_states)
     wide = tree_map(lambda v: v.to(PROMOTED[v.dtype]) if isinstance(v, Tensor) and v.dtype in LOWER else v, args)
     return func(*wide, **kwargs)
 
@@ -175,8 +175,8 @@ class LiteralRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in FROM_NUMBERS and isinstance(result, Tensor) and result.dtype in LOWER:
-            made = func(*args, **{**(kwargs or {}), "dtype": PROMOTED[result.dtype]})
-            self.tensors += [] if made.is_meta else [made.detach().cpu()]
+            tensor = func(*args, **{**(kwargs or {}), "dtype": PROMOTED[result.dtype]})
+            self.tensors += [] if tensor.is_meta else [tensor.detach().cpu()]
         numbers = {value for value in tree_leaves((args, kwargs)) if isinstance(value, float)}
         self.tensors += [torch.tensor(number, dtype=torch.float64) for number in numbers]
         return result
@@ -249,19 +249,19 @@ def _makes_lower(node: fx.Node) -> bool:
     """Return whether an operator makes a new tensor of the default floating dtype."""
     val = node.meta.get("val")
     reads_tensor = any(isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes)
-    made = isinstance(val, Tensor) and val.dtype in LOWER and not reads_tensor
+    is_new = isinstance(val, Tensor) and val.dtype in LOWER and not reads_tensor
     schema = getattr(node.target, "_schema", None)
-    return made and schema is not None and any(argument.name == "dtype" for argument in schema.arguments)
+    return is_new and schema is not None and any(argument.name == "dtype" for argument in schema.arguments)
 
 
 def _makes_floats_of_integers(node: fx.Node) -> bool:
     """Return whether an operator makes floats, of the default dtype, of tensors that have none: ``integers * 0.5``."""
     val, read = node.meta.get("val"), [n.meta.get("val") for n in node.all_input_nodes]
-    tensors = [each for each in read if isinstance(each, Tensor)]
+    tensors = [tensor for tensor in read if isinstance(tensor, Tensor)]
     if not isinstance(val, Tensor) or not val.dtype.is_floating_point or not isinstance(node.target, OpOverload):
         return False
     says_dtype = any(isinstance(value, torch.dtype) for value in tree_leaves((node.args, node.kwargs)))
-    floats = any(each.is_floating_point() or each.is_complex() for each in tensors)
+    floats = any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
     return bool(tensors) and not says_dtype and not floats
 
 

@@ -54,15 +54,15 @@ def repeatable_nodes(code: fx.Graph, sums_statistics: bool = False) -> set[fx.No
     """
     memory = alias_groups(code)
     written = {memory[value] for node in code.nodes for value in written_arguments(node)}
-    moving = {memory[each] for node in code.nodes for each in _running_statistics(node)}
-    found = set()
+    moving = {memory[statistic] for node in code.nodes for statistic in _running_statistics(node)}
+    nodes = set()
     for node in code.nodes:
         if node.op != "call_function" or not _is_repeatable(node, sums_statistics):
             continue
         changed = written if unwrap_settings(node.target) is batch_norm else written | moving
-        if memory[node] not in changed and not any(memory[each] in changed for each in node.all_input_nodes):
-            found.add(node)
-    return found
+        if memory[node] not in changed and not any(memory[argument] in changed for argument in node.all_input_nodes):
+            nodes.add(node)
+    return nodes
 
 
 def without_effect(node: fx.Node) -> tuple[Any, ...]:
@@ -70,9 +70,9 @@ def without_effect(node: fx.Node) -> tuple[Any, ...]:
 
     In training they take no part in what it returns. Other calls with an effect tell by a method of the same name.
     """
-    own = getattr(unwrap_settings(node.target), "without_effect", None)
-    if own is not None:
-        return tuple(own(tuple(node.args)))
+    method = getattr(unwrap_settings(node.target), "without_effect", None)
+    if method is not None:
+        return tuple(method(tuple(node.args)))
     if not _running_statistics(node):
         return tuple(node.args)
     return (*node.args[: _RUNNING.start], None, None, *node.args[_RUNNING.stop :])
@@ -82,12 +82,12 @@ def _running_statistics(node: fx.Node) -> list[fx.Node]:
     """Return the running statistics that a batch normalization in training moves."""
     if node.op != "call_function" or unwrap_settings(node.target) is not batch_norm:
         return []
-    return [each for each in node.args[_RUNNING] if isinstance(each, fx.Node)]
+    return [argument for argument in node.args[_RUNNING] if isinstance(argument, fx.Node)]
 
 
 def _is_repeatable(node: fx.Node, sums_statistics: bool) -> bool:
     # A rewritten node that communicates has the axis of the mesh among its arguments.
-    if any(each.op == "placeholder" and each.meta["role"][0] == "axis" for each in node.all_input_nodes):
+    if any(argument.op == "placeholder" and argument.meta["role"][0] == "axis" for argument in node.all_input_nodes):
         return False
     target: Any = unwrap_settings(node.target)
     if isinstance(target, torch._ops.OpOverload):
@@ -96,5 +96,5 @@ def _is_repeatable(node: fx.Node, sums_statistics: bool) -> bool:
         return not sums_statistics
     if isinstance(target, (SymbolicSize, DrawnPerSlice)) or target in _KEYED or hasattr(target, "without_effect"):
         return True
-    own = str(getattr(target, "__module__", "")).startswith("polylane")
-    return not own and not callable(getattr(target, "fake", None))  # operator.getitem, torch.sym_not and their like
+    is_ours = str(getattr(target, "__module__", "")).startswith("polylane")
+    return not is_ours and not callable(getattr(target, "fake", None))  # operator.getitem, torch.sym_not and their like

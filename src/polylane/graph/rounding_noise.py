@@ -49,9 +49,9 @@ def max_magnitude(tensor: Tensor) -> float:
     return float(torch.where(sizes.isinf(), 0.0, sizes).max())
 
 
-def rounding_floor(once: Tensor, again: Iterable[Tensor]) -> float:
+def rounding_floor(once: Tensor, repetitions: Iterable[Tensor]) -> float:
     """Return the largest distance of a value from its repetitions; distances that are not finite are left out."""
-    distances = [max_difference(once, other) for other in again]
+    distances = [max_difference(once, repetition) for repetition in repetitions]
     return max((distance for distance in distances if distance < math.inf), default=0.0)
 
 

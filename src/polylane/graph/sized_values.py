@@ -22,14 +22,14 @@ class SizedValue:
     """
 
     def __init__(self, value: Any) -> None:
-        found: dict[int, TracedSize] = {}
+        sizes: dict[int, TracedSize] = {}
 
         def note(size: TracedSize) -> TracedSize:
-            found.setdefault(id(size), size)
+            sizes.setdefault(id(size), size)
             return size
 
         rebuild(note, value)
-        self.value, self.sizes = value, tuple(found.values())
+        self.value, self.sizes = value, tuple(sizes.values())
         self._numbers = self.sizes[0].trace.compile_values(self.sizes) if self.sizes else None
 
     def at(self, sizes: tuple[int, ...]) -> Any:
@@ -71,16 +71,16 @@ class _Rebuilding:
 
     def _rebuild_parts(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            parts = [self.rebuild(each) for each in value]
+            parts = [self.rebuild(part) for part in value]
             return value if _same(parts, value) else _container_like(value, parts)
         if isinstance(value, dict):
-            parts = [self.rebuild(each) for each in value.values()]
+            parts = [self.rebuild(part) for part in value.values()]
             return value if _same(parts, value.values()) else dict(zip(value, parts, strict=True))
         if isinstance(value, slice):
-            parts = [self.rebuild(each) for each in (value.start, value.stop, value.step)]
+            parts = [self.rebuild(part) for part in (value.start, value.stop, value.step)]
             return value if _same(parts, (value.start, value.stop, value.step)) else slice(*parts)
         if isinstance(value, partial):
-            function, args, kwargs = (self.rebuild(each) for each in (value.func, value.args, value.keywords))
+            function, args, kwargs = (self.rebuild(part) for part in (value.func, value.args, value.keywords))
             is_same = function is value.func and args is value.args and kwargs is value.keywords
             return value if is_same else partial(function, *args, **kwargs)
         if isinstance(value, MethodType):
@@ -92,26 +92,26 @@ class _Rebuilding:
 
     def _rebuild_function(self, function: FunctionType) -> FunctionType:
         cells = [_contents(cell) for cell in function.__closure__ or ()]
-        own = (cells, function.__defaults__, function.__kwdefaults__)
-        parts = [self.rebuild(each) for each in own]
-        if _same(parts, own):
+        old_parts = (cells, function.__defaults__, function.__kwdefaults__)
+        parts = [self.rebuild(part) for part in old_parts]
+        if _same(parts, old_parts):
             return function
-        closure = tuple(CellType(*each) for each in parts[0])
-        made = FunctionType(function.__code__, function.__globals__, function.__name__, parts[1], closure)
-        made.__kwdefaults__, made.__module__ = parts[2], function.__module__
-        return made
+        closure = tuple(CellType(*contents) for contents in parts[0])
+        new_function = FunctionType(function.__code__, function.__globals__, function.__name__, parts[1], closure)
+        new_function.__kwdefaults__, new_function.__module__ = parts[2], function.__module__
+        return new_function
 
     def _rebuild_object(self, value: Any) -> Any:
         """Rebuild an object of this package; of others (tensors, modules, torch's operators) no sizes are a part."""
         attributes = getattr(value, "__dict__", None)
         if not type(value).__module__.startswith("polylane") or not attributes:
             return value
-        parts = {name: self.rebuild(each) for name, each in attributes.items()}
+        parts = {name: self.rebuild(attribute) for name, attribute in attributes.items()}
         if _same(parts.values(), attributes.values()):
             return value
-        made = copy.copy(value)
-        made.__dict__.update(parts)
-        return made
+        new_object = copy.copy(value)
+        new_object.__dict__.update(parts)
+        return new_object
 
 
 def _contents(cell: CellType) -> tuple[Any, ...]:
@@ -122,8 +122,8 @@ def _contents(cell: CellType) -> tuple[Any, ...]:
         return ()
 
 
-def _same(parts: Any, own: Any) -> bool:
-    return all(a is b for a, b in zip(parts, own, strict=True))
+def _same(parts: Any, old_parts: Any) -> bool:
+    return all(a is b for a, b in zip(parts, old_parts, strict=True))
 
 
 def _container_like(value: Any, parts: list[Any]) -> Any:

@@ -27,15 +27,15 @@ def find_sparse_gradients(graph: Graph) -> dict[str, int]:
     Returns:
         Name -> number of indices that are looked up, at ``Graph.samples`` samples: so many rows a gradient has at most.
     """
-    found: dict[str, int] = {}
+    row_counts: dict[str, int] = {}
     for node in graph.code.fx.nodes:
         if node.op != "placeholder" or node.meta["role"][0] != "parameter":
             continue
         name = node.meta["role"][1]
         looked_up = [_count_sparse_rows(user, node) for user in node.users]
         if looked_up and graph.parameters[name].trainable and None not in looked_up:
-            found[name] = sum(rows for rows in looked_up if rows is not None)
-    return found
+            row_counts[name] = sum(rows for rows in looked_up if rows is not None)
+    return row_counts
 
 
 def count_exchanged_rows(graph: Graph, name: str, samples: float) -> int:
@@ -57,13 +57,13 @@ def sparse_gradient_bytes(rows: int, shape: Sequence[int], itemsize: int) -> int
 
 def gradient_sizes(graph: Graph, samples: float, names: Collection[str]) -> dict[str, int]:
     """Return the bytes of the sparse gradients of some parameters, of so many samples: at most the parameter's."""
-    found = dict[str, int]()
+    sizes = dict[str, int]()
     for name in find_sparse_gradients(graph).keys() & set(names):
         info = graph.parameters[name]
         itemsize = info.bytes // max(1, math.prod(info.shape))
         rows = count_exchanged_rows(graph, name, samples)
-        found[name] = min(info.bytes, sparse_gradient_bytes(rows, info.shape, itemsize))
-    return found
+        sizes[name] = min(info.bytes, sparse_gradient_bytes(rows, info.shape, itemsize))
+    return sizes
 
 
 def _count_sparse_rows(call: fx.Node, table: fx.Node) -> int | None:
@@ -78,8 +78,8 @@ def _count_sparse_rows(call: fx.Node, table: fx.Node) -> int | None:
 
 def _named_arguments(call: fx.Node) -> Mapping[str, Any]:
     schema: Any = call.target._schema  # type: ignore[union-attr]
-    given = dict(zip((a.name for a in schema.arguments), call.args, strict=False))
-    return {**{a.name: a.default_value for a in schema.arguments if a.has_default_value()}, **given, **call.kwargs}
+    arguments = dict(zip((a.name for a in schema.arguments), call.args, strict=False))
+    return {**{a.name: a.default_value for a in schema.arguments if a.has_default_value()}, **arguments, **call.kwargs}
 
 
 def densify(gradient: Tensor) -> Tensor:

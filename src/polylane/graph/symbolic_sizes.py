@@ -233,17 +233,17 @@ def allowed_sizes(program: torch.export.ExportedProgram, opened: Collection[Any]
 
 
 def refused_sizes(
-    graph: fx.Graph, lowest: int, highest: int, most: int, nominal: Mapping[Any, Any] = MappingProxyType({})
+    graph: fx.Graph, lowest: int, highest: int, top: int, nominal: Mapping[Any, Any] = MappingProxyType({})
 ) -> list[int]:
-    """Return numbers of samples for which captured code does not hold: from 1 to ``most``, and the first too large one.
+    """Return numbers of samples for which captured code does not hold: from 1 to ``top``, and the first too large one.
 
     Args:
         graph: the code, with the checks that export inserted.
         lowest, highest: the range that :func:`allowed_sizes` returned.
-        most: largest number of samples to try.
+        top: largest number of samples to try.
         nominal: the open sizes of the batch that was exported, by symbol.
     """
-    refused = {n for n in range(1, most + 1) if not lowest <= n <= highest}
+    refused = {n for n in range(1, top + 1) if not lowest <= n <= highest}
     if highest < MOST:
         refused.add(highest + 1)
     for node in graph.nodes:
@@ -256,7 +256,7 @@ def refused_sizes(
             holds = size_function(val if symbolic is None else symbolic.expr.xreplace(nominal))
         except ValueError:  # a condition on sizes that depend on data
             continue
-        refused |= {samples for samples in range(1, most + 1) if not holds(samples)}
+        refused |= {samples for samples in range(1, top + 1) if not holds(samples)}
     return sorted(refused)
 
 

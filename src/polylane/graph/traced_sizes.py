@@ -77,8 +77,8 @@ class SizeTrace:
         return self._known[source]
 
     def _write(self, source: str, value: Any) -> None:
-        self._known[source] = found = TracedSize(self, value, f"v{len(self._known)}")
-        self._lines.append((found.name, source))
+        self._known[source] = size = TracedSize(self, value, f"v{len(self._known)}")
+        self._lines.append((size.name, source))
 
     def decide(self, sign: str, left: Any, right: Any) -> bool:
         """Return the result of a comparison, and record it as a guard."""
@@ -110,9 +110,9 @@ class SizeTrace:
 
         return admit
 
-    def compile_values(self, wanted: Iterable[TracedSize]) -> Callable[..., tuple[Any, ...]]:
+    def compile_values(self, formulas: Iterable[TracedSize]) -> Callable[..., tuple[Any, ...]]:
         """Return the function from other sizes to the values of these formulas."""
-        names = [size.name for size in wanted]
+        names = [size.name for size in formulas]
         sources, needed, waiting = dict(self._lines), dict[str, None](), list(names)
         while waiting:
             name = waiting.pop()
@@ -236,5 +236,5 @@ def traced_min(*numbers: N) -> N:
 
 
 def _choose(sign: str, left: Any, right: Any) -> Any:
-    traced = next((each for each in (left, right) if isinstance(each, TracedSize)), None)
+    traced = next((operand for operand in (left, right) if isinstance(operand, TracedSize)), None)
     return _ARITHMETIC[sign](left, right) if traced is None else traced.trace.compute(sign, left, right)

@@ -87,18 +87,18 @@ def rows(graph: Graph, depth: int | None = None, stars: int | None = None) -> li
     ]
 
 
-def readable_rows(graph: Graph, most: int = 40) -> list[Row]:
+def readable_rows(graph: Graph, limit: int = 40) -> list[Row]:
     """Return rows that fit on a screen: of all modules, or with equal ones summed up, or of the upper levels only.
 
     Args:
         graph: the captured model and loss.
-        most: largest number of rows, where any depth has so few.
+        limit: largest number of rows, where any depth has so few.
     """
     deepest = max(node.module.count(".") + 1 for node in graph.nodes)
     # From the finest to the coarsest: a level of the path is given up only where stars do not shorten the table enough.
     for depth in range(deepest, 0, -1):
         for stars in (None, 1, 0):
-            found = rows(graph, depth, stars)
-            if len(found) <= most:
-                return found
-    return found
+            table = rows(graph, depth, stars)
+            if len(table) <= limit:
+                return table
+    return table

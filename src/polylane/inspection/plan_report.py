@@ -72,10 +72,10 @@ def price_stages(prepared: CompiledTraining, seconds: Sequence[Both], batch: int
     """
     plan, partition = prepared.plan, prepared.main_partition
     graph, layouts = partition.graph, prepared.main.layouts
-    whole = (sum(forward for forward, _ in seconds), sum(backward for _, backward in seconds))
-    nodes = {node.name: (both,) for node, both in zip(graph.nodes, seconds, strict=True)}
+    total = (sum(forward for forward, _ in seconds), sum(backward for _, backward in seconds))
+    nodes = {node.name: (node_seconds,) for node, node_seconds in zip(graph.nodes, seconds, strict=True)}
     optimizer = next(iter(prepared.objectives.values())).optimizer
-    problem = setup.CapturedProblem(graph, optimizer, {}, {}, Profile((graph.samples,), nodes, (whole,)))
+    problem = setup.CapturedProblem(graph, optimizer, {}, {}, Profile((graph.samples,), nodes, (total,)))
     # The seconds were measured where the model's weights are: so costs are those of such devices.
     device = next((parameter.device.type for parameter in prepared.model.parameters()), "cpu")
     cluster = running_cluster(plan.workers, "cuda" if device == "cuda" else "cpu")
@@ -85,9 +85,9 @@ def price_stages(prepared: CompiledTraining, seconds: Sequence[Both], batch: int
         """Return the costs of all stages, each with this layout; only the stages that have it are read."""
         # Where the loss couples samples, the layout splits operators along "data" too. The cost model knows that axis
         # as replicas only, so that it is given no layout.
-        own = None if layout is None or layouts.batch_is_sharded else layout
+        priced_layout = None if layout is None or layouts.batch_is_sharded else layout
         basis = setup.build_cost_model(
-            problem, cluster, TrainingOptions.of(plan), None if own is None else lambda _: own
+            problem, cluster, TrainingOptions.of(plan), None if priced_layout is None else lambda _: priced_layout
         )
         return PlanCost(basis, partition, plan, batch)
 
@@ -116,8 +116,8 @@ def utilization_at_best(prepared: CompiledTraining, costs: Sequence[PlanCost]) -
     passes = [scene.pass_costs(stage)[0] for stage, scene in enumerate(costs)]
     # Replicas in turn are at several microbatches at once.
     turns = [plan.degree("data", stage) if plan.takes_turns else 1 for stage in range(plan.pipeline)]
-    seconds = [(own.forward + own.backward) / parts for own, parts in zip(passes, turns, strict=True)]
-    busy = sum(len(stage.devices) * own for stage, own in zip(plan.stages, seconds, strict=True))
+    seconds = [(cost.forward + cost.backward) / parts for cost, parts in zip(passes, turns, strict=True)]
+    busy = sum(len(stage.devices) * duration for stage, duration in zip(plan.stages, seconds, strict=True))
     return busy / (plan.workers * max(seconds)) if busy else 0.0
 
 
@@ -131,21 +131,21 @@ def schedule_by_rank(partition: Partition, plan: Plan, passes: Sequence[PassCost
     """
     order = stage_graph_of(partition, plan)
     title, notes = f"{plan.spec} · at best", {"stages": str(plan.pipeline)}
-    there, back = ([getattr(each, name) for each in passes] for name in ("forward", "backward"))
-    halves = [each.backward_weight for each in passes] if plan.splits_backward else 0
-    halving = [each.halving / each.backward if each.backward else 0.0 for each in passes]
+    forward, back = ([getattr(cost, name) for cost in passes] for name in ("forward", "backward"))
+    halves = [cost.backward_weight for cost in passes] if plan.splits_backward else 0
+    halving = [cost.halving / cost.backward if cost.backward else 0.0 for cost in passes]
     if plan.takes_turns:
-        played = simulate_replicas(replica_lanes_of(plan, order), there, back, order, halves, halving=halving)
+        played = simulate_replicas(replica_lanes_of(plan, order), forward, back, order, halves, halving=halving)
         return replace(_replicas_by_rank(played, plan), unit="seconds", title=title, notes=notes)
-    played = simulate_schedule(lanes_of(plan, order), there, back, graph=order, weight=halves, halving=halving)
+    played = simulate_schedule(lanes_of(plan, order), forward, back, graph=order, weight=halves, halving=halving)
     return replace(lanes_by_rank(played, plan), unit="seconds", title=title, notes=notes)
 
 
 def _replicas_by_rank(timeline: Timeline, plan: Plan) -> Timeline:
     """Return a timeline with a lane for every rank, from one with a lane for each replica of each group of workers."""
     ranks = list[Sequence[int]]()
-    for first in plan.first_chunks:
-        devices, replicas = plan.stages[first].devices, plan.degree("data", first)
+    for stage in plan.first_chunks:
+        devices, replicas = plan.stages[stage].devices, plan.degree("data", stage)
         size = len(devices) // replicas
         ranks += [devices[replica * size : (replica + 1) * size] for replica in range(replicas)]
     spans = tuple(replace(span, rank=rank) for span in timeline.spans for rank in ranks[span.rank])
@@ -168,8 +168,8 @@ def _share(prepared: CompiledTraining, batch: int) -> str:
     parts = plan.data * plan.microbatches
     if samples > -(-batch // parts):
         return "no fewer are looked at, though the plan gives a worker fewer at a time"
-    whole = "a microbatch" if plan.microbatches > 1 else "the batch"
-    return f"a replica's part of {whole}" if plan.data > 1 else whole
+    unit = "a microbatch" if plan.microbatches > 1 else "the batch"
+    return f"a replica's part of {unit}" if plan.data > 1 else unit
 
 
 def dtypes_of(prepared: CompiledTraining) -> Mapping[str, torch.dtype]:
@@ -182,25 +182,25 @@ def dtypes_of(prepared: CompiledTraining) -> Mapping[str, torch.dtype]:
 def _stages(prepared: CompiledTraining, costs: Sequence[PlanCost], seconds: Sequence[Both]) -> list[dict[str, Any]]:
     partition, plan = prepared.main_partition, prepared.plan
     graph, order = partition.graph, stage_graph_of(partition, plan)
-    whole = sum(map(sum, seconds)) or 1.0
-    found = []
+    total = sum(map(sum, seconds)) or 1.0
+    stages = []
     for stage, scene in enumerate(costs):
         predicted, (passes, _) = scene.predict_stage(stage), scene.pass_costs(stage)
         live = max(peak_live(lanes_of(plan, order), stage))
         # In graph order, so that the first and the last one are those of the stage.
-        own = [node for node in graph.nodes if partition.stage_of[node.name] == stage]
-        found.append(
+        nodes = [node for node in graph.nodes if partition.stage_of[node.name] == stage]
+        stages.append(
             {
                 "stage": stage,
                 "mesh": str(plan.degrees(stage)),
                 "devices": list(plan.stages[stage].devices),
                 "after": list(order.predecessors[stage]),
-                "first": own[0].name,
-                "last": own[-1].name,
-                "nodes": len(own),
+                "first": nodes[0].name,
+                "last": nodes[-1].name,
+                "nodes": len(nodes),
                 "parameters": count_elements(graph, partition.parameters(stage)),
-                "flops": sum(node.flops for node in own),
-                "time_share": sum(sum(seconds[graph.positions[node.name]]) for node in own) / whole,
+                "flops": sum(node.flops for node in nodes),
+                "time_share": sum(sum(seconds[graph.positions[node.name]]) for node in nodes) / total,
                 # Of the busiest rank: seconds of both passes over a microbatch, and bytes. "held" is of all
                 # microbatches whose values the stage keeps at once. Memory is that of all stages of its workers.
                 "seconds": passes.forward + passes.backward,
@@ -211,7 +211,7 @@ def _stages(prepared: CompiledTraining, costs: Sequence[PlanCost], seconds: Sequ
                 "memory": predicted.memory.as_dict(),
             }
         )
-    return found
+    return stages
 
 
 def _crossings(partition: Partition) -> list[dict[str, Any]]:
@@ -232,20 +232,20 @@ def _crossings(partition: Partition) -> list[dict[str, Any]]:
 
 def _splits(prepared: CompiledTraining) -> dict[str, dict[str, Any]]:
     """Return how operators are split along each axis (of each mesh), as data and in "lines" for people."""
-    found: dict[str, dict[str, Any]] = {}
+    splits: dict[str, dict[str, Any]] = {}
     plan, main = prepared.plan, prepared.main_partition
     layouts = prepared.main.layouts
     for layout in layouts.distinct:
-        stages = [stage for stage, own in enumerate(layouts.stages) if own is layout]
+        stages = [stage for stage, stage_layout in enumerate(layouts.stages) if stage_layout is layout]
         # The report of a stage's mesh names the operators and parameters of the stages that have this mesh.
         only = {node.name for stage in stages for node in main.nodes(stage)}
         only |= {name for stage in stages for name in main.parameters(stage)}
         # Axes are explained in the order in which they were planned: each sees the splits of the axes before it.
-        taken: dict[str, AxisSplit] = {}
+        earlier_splits: dict[str, AxisSplit] = {}
         for axis, split in layout.splits.items():
             shown = view_operators(layout.graph, layout.samples, split.degree)
-            told = explain(
-                CostSetting(shown, split.degree, RankSpeed(), dict(taken)),
+            explanation = explain(
+                CostSetting(shown, split.degree, RankSpeed(), dict(earlier_splits)),
                 split,
                 enumerate_strategies(shown, split.degree),
                 purpose=axis,
@@ -256,9 +256,9 @@ def _splits(prepared: CompiledTraining) -> dict[str, dict[str, Any]]:
             name = (
                 axis if plan.is_uniform else f"{axis} on stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
             )
-            found[name] = {**asdict(told), "stages": stages, "lines": format_explanation(told)}
-            taken[axis] = split
-    return found
+            splits[name] = {**asdict(explanation), "stages": stages, "lines": format_explanation(explanation)}
+            earlier_splits[axis] = split
+    return splits
 
 
 # Traffic between stages -----------------------------------------------------------------------------------------------
@@ -278,25 +278,25 @@ def count_stage_traffic(
     travelling = value_specs(partition, dtypes)
     # Rank 0 stands for any: each sender gets its own copy below.
     relays = Resharder(0, plan, partition, prepared.main.layouts, travelling, prepared.main.orders)
-    found: dict[tuple[int, int], list[int]] = {}
+    traffic: dict[tuple[int, int], list[int]] = {}
     for crossing in partition.crossings:
         item = travelling[crossing.value].dtype.itemsize
         sent = crossing_as_sent(crossing, plan)
         for consumer in sent.consumers if sent is not None else ():
-            both = found.setdefault((crossing.producer, consumer), [0, 0])
-            both[0] += item * _sent(relays, crossing.value, crossing.producer, consumer, samples, False)
+            counts = traffic.setdefault((crossing.producer, consumer), [0, 0])
+            counts[0] += item * _sent(relays, crossing.value, crossing.producer, consumer, samples, False)
             if crossing.requires_grad:
-                both[1] += item * _sent(relays, crossing.value, consumer, crossing.producer, samples, True)
-    return [{"from": a, "to": b, "bytes": there, "back": back} for (a, b), (there, back) in sorted(found.items())]
+                counts[1] += item * _sent(relays, crossing.value, consumer, crossing.producer, samples, True)
+    return [{"from": a, "to": b, "bytes": size, "back": back} for (a, b), (size, back) in sorted(traffic.items())]
 
 
 def _sent(relays: Resharder, value: str, start: int, end: int, samples: int, gradient: bool) -> int:
     """Return the elements of a value, or of its gradient, that all ranks of a stage send to those of another."""
     total = 0
     for rank, times in _senders(relays, start, end, samples):
-        own = replace(relays, rank=rank)  # shares the boxes that were computed for other ranks
+        relay = replace(relays, rank=rank)  # shares the boxes that were computed for other ranks
         # Where replicas take turns, the first ones have the first microbatch.
-        pieces = (own.box_to_send(value, peer, samples, gradient) for peer in relays.plan.peers(rank, end, 0))
+        pieces = (relay.box_to_send(value, peer, samples, gradient) for peer in relays.plan.peers(rank, end, 0))
         total += times * sum(box_volume(piece) for piece in pieces if piece is not None)
     return total
 
@@ -313,6 +313,6 @@ def _senders(relays: Resharder, start: int, end: int, samples: int) -> list[tupl
     if plan.takes_turns:
         return [(rank, 1) for rank in devices[: len(devices) // replicas]]
     # Local samples of each replica; one without samples computes on a padding sample.
-    hand = [max(1, stop - first) for first, stop in split_bounds(samples, replicas)]
+    hand = [max(1, stop - first_sample) for first_sample, stop in split_bounds(samples, replicas)]
     inner, firsts = len(devices) // replicas, {count: hand.index(count) for count in set(hand)}
     return [(r, hand.count(n)) for n, at in firsts.items() for r in devices[at * inner : (at + 1) * inner]]

@@ -112,15 +112,15 @@ def draw_schedule(
         count, chunks, owners = len(turns), 1, tuple(range(graph.stages))
         of_replicas = _update_lanes(run, turns[0])
         versions, staleness = (
-            tuple(each for each in figures for _ in range(turns[0]))
+            tuple(figure for figure in figures for _ in range(turns[0]))
             for figures in (run.peak_versions(), run.staleness())
         )
     else:
         if shape.schedule == AUTO:
-            graph, chunks, owners, found, origin = _search_lanes(
+            graph, chunks, owners, found_lanes, origin = _search_lanes(
                 shape, ticks_of=lambda stages: pass_ticks(stages, forward, backward, weight, halving), hop=hop
             )
-            of_replicas = tuple((lane,) for lane in found)
+            of_replicas = tuple((lane,) for lane in found_lanes)
         else:
             graph, chunks, owners = _stages_of_workers(shape, shape.schedule)
             of_stages = [turns[owner] for owner in owners]
@@ -202,11 +202,11 @@ def steady_utilization(timeline: Timeline) -> float | None:
     end = min(span.start for span in passes if span.action.microbatch == last_one)
     if start >= end:
         return None
-    inside = 0.0
+    busy_time = 0.0
     for lane in timeline.lanes():
-        for first, last in union_intervals(span for span in lane if span.action.kind is not ActionKind.STEP):
-            inside += max(0.0, min(last, end) - max(first, start))
-    return inside / ((end - start) * timeline.ranks)
+        for low, high in union_intervals(span for span in lane if span.action.kind is not ActionKind.STEP):
+            busy_time += max(0.0, min(high, end) - max(low, start))
+    return busy_time / ((end - start) * timeline.ranks)
 
 
 def _check_options(shape: ScheduleShape) -> None:
@@ -243,41 +243,41 @@ def _turns(shape: ScheduleShape) -> tuple[int, ...]:
     turns = shape.replicas * places if len(shape.replicas) == 1 else shape.replicas
     if len(turns) != places:
         raise ValueError(f"replicas names {len(turns)} numbers for {places} stages: give one number, or one per stage")
-    most = max(turns)
+    maximum = max(turns)
     if min(turns) < 1:
         raise ValueError(f"replicas must be whole numbers of at least 1, not {min(turns)}")
-    if most > shape.microbatches:
+    if maximum > shape.microbatches:
         raise ValueError(
-            f"{most} replicas cannot compute {shape.microbatches} microbatches in turn: draw {most} or more"
+            f"{maximum} replicas cannot compute {shape.microbatches} microbatches in turn: draw {maximum} or more"
         )
-    if most > 1 and shape.schedule == AUTO:
+    if maximum > 1 and shape.schedule == AUTO:
         raise ValueError("auto finds orders of workers that do the same, not of replicas in turn")
     if len(set(turns)) > 1 and shape.schedule not in WARM_UPS:
         raise ValueError(
             f"{shape.schedule} needs as many replicas of every stage; {', '.join(WARM_UPS)} may have different numbers"
         )
-    if shape.schedule in ASYNCHRONOUS and shape.microbatches % most:
+    if shape.schedule in ASYNCHRONOUS and shape.microbatches % maximum:
         raise ValueError(
             f"{shape.schedule} shares the microbatches of an update evenly: {shape.microbatches} is no multiple of "
-            f"{most} replicas"
+            f"{maximum} replicas"
         )
     return turns
 
 
 def _asynchronous_run(shape: ScheduleShape) -> AsynchronousRun | None:
     """Return the run of an asynchronous schedule, as each of its replicas has it; None for a synchronous one."""
-    own = shape.microbatches // _turns(shape)[0]
+    microbatches = shape.microbatches // _turns(shape)[0]
     if shape.schedule == "pipedream":
-        return pipedream(shape.stages, own, shape.vertical_sync)
+        return pipedream(shape.stages, microbatches, shape.vertical_sync)
     if shape.schedule == "pipedream-2bw":
         batches = BATCHES if shape.batches is None else shape.batches
-        return pipedream_2bw(shape.stages, own, batches)
+        return pipedream_2bw(shape.stages, microbatches, batches)
     return None
 
 
 def _update_lanes(run: AsynchronousRun, replicas: int) -> tuple[Lanes, ...]:
     """Return for every stage the lanes of its replicas in turn, each of which has an equal part of every update."""
-    return tuple(tuple(renumber(lane, first, replicas) for first in range(replicas)) for lane in run.lanes)
+    return tuple(tuple(renumber(lane, replica, replicas) for replica in range(replicas)) for lane in run.lanes)
 
 
 def _search_lanes(
@@ -296,7 +296,7 @@ def _search_lanes(
         ValueError: chunks that the stages do not divide into, too many passes to search, or a bound below what one
             microbatch takes.
     """
-    found: list[tuple[tuple[float, float], StageGraph, int, tuple[int, ...], Lanes, str]] = []
+    candidates: list[tuple[tuple[float, float], StageGraph, int, tuple[int, ...], Lanes, str]] = []
     chunks = 1 if shape.chunks is None else shape.chunks
     for layout in {1: ("1f1b",), 2: ("interleaved", "zb-v")}.get(chunks, ("interleaved",)):
         graph, _, owners = _stages_of_workers(replace(shape, chunks=chunks), layout)
@@ -318,9 +318,9 @@ def _search_lanes(
             )
         )
         layout_of = f"{best.origin}, stages as a V" if layout == "zb-v" and best.origin != layout else best.origin
-        said = f"{layout_of}{'; no order ends earlier' if best.optimal else ''}"
-        found.append(((best.makespan, sum(best.peak_bytes)), graph, chunks, owners, best.lanes, said))
-    return min(found, key=lambda each: each[0])[1:]
+        origin = f"{layout_of}{'; no order ends earlier' if best.optimal else ''}"
+        candidates.append(((best.makespan, sum(best.peak_bytes)), graph, chunks, owners, best.lanes, origin))
+    return min(candidates, key=lambda candidate: candidate[0])[1:]
 
 
 def _stages_of_workers(shape: ScheduleShape, schedule: str) -> tuple[StageGraph, int, tuple[int, ...]]:
@@ -335,8 +335,8 @@ def _stages_of_workers(shape: ScheduleShape, schedule: str) -> tuple[StageGraph,
     graph = shape.stages
     if not isinstance(graph, StageGraph):
         graph = StageGraph.chain(StageGraph.chain(graph).stages * chunks)
-    workers, left = divmod(graph.stages, chunks)
-    if left:
+    workers, remainder = divmod(graph.stages, chunks)
+    if remainder:
         raise ValueError(f"{graph.stages} stages cannot be dealt to workers in chunks of {chunks}")
     return graph, chunks, assign_stages(schedule, workers, chunks)
 
@@ -354,15 +354,15 @@ def _count_messages(lanes: Lanes, graph: StageGraph, owners: Sequence[int]) -> i
 
 
 def _notes(shape: ScheduleShape, workers: int, chunks: int) -> dict[str, str]:
-    said = {"schedule": shape.schedule, "stages": str(workers)}
-    said |= {"replicas": ", ".join(map(str, shape.replicas))} if shape.replicas else {}
-    said |= {"chunks": str(chunks)} if chunks > 1 else {}
-    said |= {"microbatches": str(shape.microbatches)}
-    said |= {"live": str(shape.live)} if shape.live is not None else {}
-    said |= {"batches": str(shape.batches or BATCHES)} if shape.schedule == "pipedream-2bw" else {}
-    return said | ({"vertical sync": "yes"} if shape.vertical_sync else {})
+    notes = {"schedule": shape.schedule, "stages": str(workers)}
+    notes |= {"replicas": ", ".join(map(str, shape.replicas))} if shape.replicas else {}
+    notes |= {"chunks": str(chunks)} if chunks > 1 else {}
+    notes |= {"microbatches": str(shape.microbatches)}
+    notes |= {"live": str(shape.live)} if shape.live is not None else {}
+    notes |= {"batches": str(shape.batches or BATCHES)} if shape.schedule == "pipedream-2bw" else {}
+    return notes | ({"vertical sync": "yes"} if shape.vertical_sync else {})
 
 
 def _title(shape: ScheduleShape, workers: int, chunks: int) -> str:
-    name, *others = _notes(shape, workers, chunks).items()
-    return " · ".join([name[1], *(key if key == "vertical sync" else f"{key} {value}" for key, value in others)])
+    name, *notes = _notes(shape, workers, chunks).items()
+    return " · ".join([name[1], *(key if key == "vertical sync" else f"{key} {value}" for key, value in notes)])

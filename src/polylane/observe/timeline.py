@@ -94,7 +94,7 @@ class Timeline:
     def exposed_communication(self) -> tuple[float, ...]:
         """Return for each rank the time in which it communicates, or waits inside an action, and does not compute."""
         either = (_length(union_intervals(_spans_of_kinds(lane, COMPUTE | COMMUNICATION))) for lane in self.lanes())
-        return tuple(max(0, both - busy) for both, busy in zip(either, self.busy(), strict=True))
+        return tuple(max(0, active_time - busy) for active_time, busy in zip(either, self.busy(), strict=True))
 
     def idle(self) -> tuple[float, ...]:
         """Return for each rank the time without any span: busy + exposed communication + idle = makespan."""
@@ -134,16 +134,16 @@ class Timeline:
         stages a microbatch counts as a part of one for each of them. One whose backward pass never comes stays live to
         the end.
         """
-        found = []
+        peaks = []
         for lane in self.lanes():
             stages = {span.action.stage for span in lane if span.action.kind is ActionKind.FORWARD}
-            found.append(Fraction(_peak_lives(_microbatch_lives(lane)), len(stages) or 1))
-        return tuple(found)
+            peaks.append(Fraction(_peak_lives(_microbatch_lives(lane)), len(stages) or 1))
+        return tuple(peaks)
 
     def from_zero(self) -> Timeline:
         """Return the timeline shifted in time, so that its first span starts at 0."""
-        first = self.start()
-        return replace(self, spans=tuple(replace(s, start=s.start - first, end=s.end - first) for s in self.spans))
+        origin = self.start()
+        return replace(self, spans=tuple(replace(s, start=s.start - origin, end=s.end - origin) for s in self.spans))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON, a row per span under the names of the columns; see `from_dict`."""
@@ -163,16 +163,16 @@ class Timeline:
             ValueError: this is not a timeline of schema 1, or a part of it is missing or not what it should be.
         """
         if data.get("polylane") != 1 or data.get("kind") != "timeline":
-            found = {key: data[key] for key in ("polylane", "kind") if key in data}
+            header = {key: data[key] for key in ("polylane", "kind") if key in data}
             raise ValueError(
-                f'not a timeline: expected "polylane": 1 and "kind": "timeline", found {found or "neither"}'
+                f'not a timeline: expected "polylane": 1 and "kind": "timeline", found {header or "neither"}'
             )
         missing = [key for key in ("unit", "ranks", "columns", "spans") if key not in data]
-        known = (*data.get("columns", COLUMNS), *_LATER)
-        missing += [f"columns: {name}" for name in COLUMNS if name not in known]
+        columns = (*data.get("columns", COLUMNS), *_LATER)
+        missing += [f"columns: {name}" for name in COLUMNS if name not in columns]
         if missing:
             raise ValueError(f"this timeline lacks {', '.join(missing)}")
-        places = {name: place for place, name in enumerate(data["columns"])}
+        places = {name: index for index, name in enumerate(data["columns"])}
         at = [places.get(name) for name in COLUMNS]
         spans = tuple(_span_from_row(number, row, at) for number, row in enumerate(data["spans"]))
         return Timeline(spans, data["ranks"], data["unit"], data.get("title", ""), dict(data.get("notes", {})))
@@ -210,8 +210,8 @@ def _microbatch_lives(lane: Iterable[Span]) -> list[tuple[float, float]]:
             latest[key] = len(lives)
             lives.append((span.start, math.inf))
         elif span.action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT) and key in latest:
-            first, last = lives[latest[key]]
-            lives[latest[key]] = (first, span.end if last == math.inf else max(last, span.end))
+            start, end = lives[latest[key]]
+            lives[latest[key]] = (start, span.end if end == math.inf else max(end, span.end))
     return lives
 
 
@@ -240,8 +240,8 @@ def _span_from_row(number: int, row: Sequence[Any], at: Sequence[int | None]) ->
         ValueError: a value is missing, or of the wrong type.
     """
     try:
-        given = (_LATER[name] if place is None else row[place] for name, place in zip(COLUMNS, at, strict=True))
-        rank, kind, stage, microbatch, value, peer, gradient, start, end, waited, size = given
+        values = (_LATER[name] if index is None else row[index] for name, index in zip(COLUMNS, at, strict=True))
+        rank, kind, stage, microbatch, value, peer, gradient, start, end, waited, size = values
         return Span(rank, Action(ActionKind(kind), stage, microbatch, value, peer, gradient), start, end, waited, size)
     except (ValueError, TypeError, IndexError) as error:
         raise ValueError(f"span {number} of this timeline cannot be read, {row!r}: {error}") from error
@@ -279,7 +279,7 @@ def transfer_times(spans: Iterable[Span]) -> dict[Span, float]:
     message is missing, or where the clocks of two hosts differ so much that the time is not positive.
     """
     sized = [span for span in spans if span.bytes]
-    found = {span: span.end - span.start for span in sized if span.action.kind is ActionKind.REDUCE}
+    times = {span: span.end - span.start for span in sized if span.action.kind is ActionKind.REDUCE}
     for send, receive in match_messages(sized):
-        found[send] = found[receive] = receive.end - send.start
-    return {span: time for span, time in found.items() if time > 0}
+        times[send] = times[receive] = receive.end - send.start
+    return {span: time for span, time in times.items() if time > 0}

@@ -69,17 +69,17 @@ class LAMB(TrustRatioOptimizer):
     def compute_directions(self, group: Mapping[str, Any], parameters: list[Tensor]) -> list[Tensor]:
         states = [self._get_state(p) for p in parameters]
         gradients = _view_as_real([p.grad for p in parameters if p.grad is not None])
-        first = _view_as_real([state["exp_avg"] for state in states])
+        first_moments = _view_as_real([state["exp_avg"] for state in states])
         second = _view_as_real([state["exp_avg_sq"] for state in states])
         # Adam's own kernel subtracts lr · m̂ / (√v̂ + ε) from its parameters. Given the decay term as parameters and
         # lr = -1 it computes r: decay plus direction. The moments are updated in place.
-        found = list(torch._foreach_mul(_view_as_real(parameters), group["weight_decay"]))
-        fused = _can_fuse(found, gradients, first, second)
+        directions = list(torch._foreach_mul(_view_as_real(parameters), group["weight_decay"]))
+        fused = _can_fuse(directions, gradients, first_moments, second)
         beta1, beta2 = group["betas"]
         adam(
-            found,
+            directions,
             gradients,
-            first,
+            first_moments,
             second,
             [],
             [state["step"] for state in states],
@@ -93,7 +93,7 @@ class LAMB(TrustRatioOptimizer):
             eps=group["eps"],
             maximize=False,
         )
-        return found
+        return directions
 
     def ratios(self, group: Mapping[str, Any], weights: Tensor, directions: Tensor) -> Tensor:
         return compute_trust_ratio(weights.clamp(*group["bounds"]), directions)
@@ -121,8 +121,8 @@ def _can_fuse(*lists: list[Tensor]) -> bool:
     On a CPU it iterates over memory, and is silently wrong where tensors have other strides than their gradients; on
     other devices it needs the step counts on the device.
     """
-    same = (len({each.stride() for each in tensors}) == 1 for tensors in zip(*lists, strict=True))
-    return all(t.device.type == "cpu" for t in lists[0]) and all(same)
+    matches = (len({tensor.stride() for tensor in tensors}) == 1 for tensors in zip(*lists, strict=True))
+    return all(t.device.type == "cpu" for t in lists[0]) and all(matches)
 
 
 def _is_pair(value: Any) -> bool:

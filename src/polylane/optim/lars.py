@@ -73,10 +73,10 @@ class LARS(TrustRatioOptimizer):
 
     def ratios(self, group: Mapping[str, Any], weights: Tensor, directions: Tensor) -> Tensor:
         # λ is 1 where either norm is zero. The denominator alone does not show that: decay and eps make it positive.
-        known = compute_trust_ratio(
+        ratios = compute_trust_ratio(
             weights, directions + group["weight_decay"] * weights + group["eps"], group["trust"]
         )
-        return torch.where(directions > 0, known, 1.0)
+        return torch.where(directions > 0, ratios, 1.0)
 
     def apply_update(self, update: GroupUpdate, rates: list[Tensor]) -> None:
         group, parameters, directions = update.group, update.parameters, update.directions

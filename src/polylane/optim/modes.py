@@ -7,8 +7,8 @@ from typing import Any
 
 def has_modes(optimizer: Any) -> bool:
     """Return whether an optimizer, or one of several, has ``train()`` and ``eval()``, which exchange its weights."""
-    own = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
-    return own or any(map(has_modes, getattr(optimizer, "optimizers", ())))
+    has_methods = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+    return has_methods or any(map(has_modes, getattr(optimizer, "optimizers", ())))
 
 
 def set_mode(optimizer: Any, training: bool) -> bool:
@@ -19,6 +19,6 @@ def set_mode(optimizer: Any, training: bool) -> bool:
     if callable(call):
         call()
     else:
-        for each in optimizer.optimizers:
-            set_mode(each, training)
+        for member in optimizer.optimizers:
+            set_mode(member, training)
     return True

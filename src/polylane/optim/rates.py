@@ -74,9 +74,9 @@ def _build_scaled_optimizer(
     factory: Callable[[Any], torch.optim.Optimizer], batch: int, base_batch: int, rule: Rule, parameters: Any
 ) -> torch.optim.Optimizer:
     optimizer = factory(parameters)
-    for each in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
-        if isinstance(each, torch.optim.Optimizer):  # anything else is refused by the caller, with a better message
-            scale_rates(each, batch, base_batch, rule)
+    for member in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
+        if isinstance(member, torch.optim.Optimizer):  # anything else is refused by the caller, with a better message
+            scale_rates(member, batch, base_batch, rule)
     return optimizer
 
 
@@ -128,12 +128,12 @@ class Warmup(LRScheduler):
         return {**state, "after": None if self._after is None else self._after.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        after = state_dict["after"]
-        if (after is None) != (self._after is None):
+        schedule_state = state_dict["after"]
+        if (schedule_state is None) != (self._after is None):
             raise PolylaneError("warmup: what is loaded was saved with another schedule behind the warm-up: give it")
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "after"})
         if self._after is not None:
-            self._after.load_state_dict(after)
+            self._after.load_state_dict(schedule_state)
 
 
 def warmup(
@@ -192,15 +192,15 @@ def _check_start(steps: int, start: float | None) -> float:
     return start
 
 
-def _check_after(optimizer: torch.optim.Optimizer, after: Any) -> None:
-    if after is None:
+def _check_after(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    if scheduler is None:
         return
-    name = type(after).__name__
-    if isinstance(after, ReduceLROnPlateau):
+    name = type(scheduler).__name__
+    if isinstance(scheduler, ReduceLROnPlateau):
         raise PolylaneError(f"warmup: {name} steps on a metric, not on steps: step it apart, after each evaluation")
-    if isinstance(after, (OneCycleLR, CyclicLR)):
+    if isinstance(scheduler, (OneCycleLR, CyclicLR)):
         raise PolylaneError(f"warmup: {name} sets rates of its own from the first step: leave one of the two out")
-    if getattr(after, "optimizer", None) is not optimizer:
+    if getattr(scheduler, "optimizer", None) is not optimizer:
         raise PolylaneError(f"warmup: the {name} after it is not a scheduler of the same optimizer")
 
 

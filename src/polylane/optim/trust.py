@@ -158,16 +158,16 @@ def compute_norms(tensors: list[Tensor]) -> Tensor:
     # The multi-tensor kernel takes one accumulation dtype for all.
     if len(dtypes) == 1:
         wide = reduce(torch.promote_types, dtypes, torch.float32)
-        found = list(torch._foreach_norm(tensors, 2.0, dtype=wide))
+        norms = list(torch._foreach_norm(tensors, 2.0, dtype=wide))
     else:
-        found = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
-    return torch.stack([norm.to(found[0].device, torch.float64) for norm in found])
+        norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+    return torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])
 
 
 def compute_trust_ratio(numerator: Tensor, denominator: Tensor, coefficient: float = 1.0) -> Tensor:
     """Return ``coefficient`` · numerator / denominator; 1 where either is zero (a layer that is still all zeros)."""
-    known = (numerator > 0) & (denominator > 0)
-    return torch.where(known, coefficient * numerator / denominator, 1.0)
+    is_positive = (numerator > 0) & (denominator > 0)
+    return torch.where(is_positive, coefficient * numerator / denominator, 1.0)
 
 
 def check_option(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], key: str, limit: float) -> None:
@@ -179,7 +179,7 @@ def check_option(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], key
         raise PolylaneError(f"{type(optimizer).__name__}: {key}={value!r} must be a number {span}")
 
 
-def split_decay_groups(parameters: ParamsT, **others: Any) -> list[dict[str, Any]]:
+def split_decay_groups(parameters: ParamsT, **options: Any) -> list[dict[str, Any]]:
     """Split parameters into two groups: weights, which adapt, and vectors and scalars, which do not and have no decay.
 
     Biases and the scales of norms are few, small and often zero at first. Large-batch recipes leave them out of weight
@@ -193,11 +193,11 @@ def split_decay_groups(parameters: ParamsT, **others: Any) -> list[dict[str, Any
     Returns:
         Groups for :class:`LARS`, :class:`LAMB` and other optimizers with the option ``adapt``; no empty group.
     """
-    given: list[Any] = list(parameters)
-    if any(isinstance(each, Mapping) for each in given):
+    entries: list[Any] = list(parameters)
+    if any(isinstance(entry, Mapping) for entry in entries):
         raise PolylaneError('apart(parameters) makes the groups itself: give it parameters, and "adapt" to groups')
-    dims = [(each[1] if isinstance(each, tuple) else each).dim() for each in given]
-    weights = [each for each, dim in zip(given, dims, strict=True) if dim > 1]
-    vectors = [each for each, dim in zip(given, dims, strict=True) if dim <= 1]
-    groups = [{"params": weights}, {"params": vectors, "adapt": False, "weight_decay": 0.0, **others}]
+    dims = [(entry[1] if isinstance(entry, tuple) else entry).dim() for entry in entries]
+    weights = [entry for entry, dim in zip(entries, dims, strict=True) if dim > 1]
+    vectors = [entry for entry, dim in zip(entries, dims, strict=True) if dim <= 1]
+    groups = [{"params": weights}, {"params": vectors, "adapt": False, "weight_decay": 0.0, **options}]
     return [group for group in groups if group["params"]]

@@ -61,8 +61,8 @@ class _StrategySearch:
         while waiting:
             step = waiting.popleft()
             queued.discard(step.name)
-            self.found[step.name] = found = self._strategies(step)
-            for key in self._spread_cuts(step, found):
+            self.found[step.name] = strategies = self._strategies(step)
+            for key in self._spread_cuts(step, strategies):
                 for user in self._users.get(key, ()):
                     if user.name not in queued:
                         queued.add(user.name)
@@ -78,40 +78,40 @@ class _StrategySearch:
         for part, keys in (("in", step.input_keys), ("out", step.output_keys)):
             for index, key in enumerate(keys):
                 for dim in range((call.inputs if part == "in" else call.outputs)[index].dim):
-                    known = self.cuts.get((key, dim))
-                    if known:
-                        candidates[part, index, dim] = tuple(known)
+                    known_cuts = self.cuts.get((key, dim))
+                    if known_cuts:
+                        candidates[part, index, dim] = tuple(known_cuts)
         # The rule's result depends only on the call and on the cuts that neighbours ask for.
         signature = self._forms[step.name], tuple(candidates.items())
         if signature not in self._cache:
             self._cache[signature] = strategies(with_neighbour_cuts(call, candidates))
         return self._cache[signature]
 
-    def _spread_cuts(self, step: OperatorNode, found: Sequence[Strategy]) -> list[TensorKey]:
+    def _spread_cuts(self, step: OperatorNode, strategies: Sequence[Strategy]) -> list[TensorKey]:
         """Record this operator's cuts on its tensors, and return the tensors that got new ones."""
         changed: dict[TensorKey, None] = {}
-        if id(found) not in self._asked:
-            self._asked[id(found)] = _distinct_cuts(found)
-        for part, index, dim, size, cuts in self._asked[id(found)]:
+        if id(strategies) not in self._asked:
+            self._asked[id(strategies)] = _distinct_cuts(strategies)
+        for part, index, dim, size, cuts in self._asked[id(strategies)]:
             key = (step.input_keys if part == "in" else step.output_keys)[index]
-            known = self.cuts.get((key, dim))
-            if known is None:
-                known = self.cuts[key, dim] = {even_cuts(size, self.degree): None}
-            if cuts not in known and len(known) < MOST_CUTS:
-                known[cuts] = None
+            known_cuts = self.cuts.get((key, dim))
+            if known_cuts is None:
+                known_cuts = self.cuts[key, dim] = {even_cuts(size, self.degree): None}
+            if cuts not in known_cuts and len(known_cuts) < MOST_CUTS:
+                known_cuts[cuts] = None
                 changed[key] = None
         return list(changed)
 
     def placements(self, source: GraphInput) -> tuple[Placement, ...]:
         """Return the placements of a graph input: parameters and buffers as any operator asks, inputs replicated."""
         kind = source.role[0]
-        whole: tuple[Placement, ...] = (REPLICATE,)
+        placements: tuple[Placement, ...] = (REPLICATE,)
         if kind == "parameter" and source.value.gradient:
-            whole = (REPLICATE, REPLICATE_PARTIAL_GRAD)
+            placements = (REPLICATE, REPLICATE_PARTIAL_GRAD)
         if kind not in ("parameter", "buffer"):
-            return whole
+            return placements
         cut = [Shard(dim, cuts) for dim in range(source.value.dim) for cuts in self.cuts.get((source.key, dim), ())]
-        return (*whole, *cut)
+        return (*placements, *cut)
 
 
 def _strategy_key(call: OperatorCall) -> object:
@@ -126,10 +126,10 @@ _Cut = tuple[str, int, int, int, Cuts]
 
 def _distinct_cuts(strategies: Sequence[Strategy]) -> Sequence[_Cut]:
     """Return all cuts that strategies have, each once, in their order."""
-    found: dict[_Cut, None] = {}
+    cuts: dict[_Cut, None] = {}
     for strategy in strategies:
         for part, placements in (("in", strategy.inputs), ("out", strategy.outputs)):
             for index, placement in enumerate(placements):
                 if isinstance(placement, Shard):
-                    found[part, index, placement.dim, placement.size, placement.cuts] = None
-    return list(found)
+                    cuts[part, index, placement.dim, placement.size, placement.cuts] = None
+    return list(cuts)

@@ -124,10 +124,10 @@ def graph_tensors(code: fx.Graph) -> Iterator[tuple[TensorKey, Tensor]]:
     """Yield every tensor of a graph's code with its key, as captured."""
     for node in code.nodes:
         val = node.meta.get("val")
-        for number, each in enumerate(val if isinstance(val, (list, tuple)) else [val]):
-            if isinstance(each, Tensor):
-                name, first = tensor_key(node)
-                yield (name, first + number), each
+        for number, value in enumerate(val if isinstance(val, (list, tuple)) else [val]):
+            if isinstance(value, Tensor):
+                name, index = tensor_key(node)
+                yield (name, index + number), value
 
 
 def _gives_several(node: Any) -> bool:
@@ -227,7 +227,7 @@ def view_operators(
     described = {node.id: node for node in graph.nodes}
     sources, steps = dict[TensorKey, GraphInput](), list[OperatorNode]()
     # Nodes that share memory which some operator writes in place.
-    pinned = {node.name for first, last in graph.unsplittable_ranges for node in graph.nodes[first : last + 1]}
+    pinned = {node.name for start, end in graph.unsplittable_ranges for node in graph.nodes[start : end + 1]}
     results: tuple[TensorKey, ...] = ()
 
     def flows(node: fx.Node) -> bool:
@@ -245,12 +245,12 @@ def view_operators(
         elif node.op == "output":
             results = tuple(tensor_key(n) for n in node.args[0])
         elif not is_alias(node):
-            own = described[node.name]
+            graph_node = described[node.name]
             call, reads = make_call(node, sizes, degree, flows)
             _require_samples(node, call, samples)
             # Only torch's own operators have rules: leaves and the user's functions run whole on every rank.
-            fixed = own.name in pinned or not call.op.startswith("aten.")
-            steps.append(OperatorNode(own.name, own.module, call, reads, fixed, own.flops))
+            fixed = graph_node.name in pinned or not call.op.startswith("aten.")
+            steps.append(OperatorNode(graph_node.name, graph_node.module, call, reads, fixed, graph_node.flops))
     aliases = {
         str(n.meta["name"]): tensor_key(n) for n in code.nodes if is_alias(n) and not isinstance(n.target, SymbolicSize)
     }
@@ -289,8 +289,8 @@ def bind_arguments(node: fx.Node) -> tuple[int, dict[str, Any], list[str]]:
     names = [a.name for a in schema if not a.kwarg_only and a.name != "generator"]
     # Polylane's stand-ins for torch's operators take arguments of their own first; torch's operators do not.
     prefix = 0 if isinstance(unwrap_settings(node.target), torch._ops.OpOverload) else _count_leading_arguments(node)
-    given = dict(zip(names, args[prefix:], strict=False))
-    result = {a.name: given.get(a.name, kwargs.get(a.name, _default_value(a))) for a in schema}
+    arguments = dict(zip(names, args[prefix:], strict=False))
+    result = {a.name: arguments.get(a.name, kwargs.get(a.name, _default_value(a))) for a in schema}
     return prefix, {**result, **{k: v for k, v in kwargs.items() if k not in result}}, names
 
 

@@ -73,8 +73,8 @@ class _FinishFunction(torch.autograd.Function):
     def forward(ctx: Any, token: Tensor, flight: _PendingRedistribute) -> Tensor:
         ctx.flight, ctx.shape = flight, token.shape
         assert flight.there is not None
-        there, flight.there = flight.there, None
-        out = there()
+        complete, flight.there = flight.there, None
+        out = complete()
         # A view, so that autograd sees a new tensor where the redistribution returned the token's own memory.
         return out.view_as(out) if out.data_ptr() == token.data_ptr() else out
 
@@ -101,9 +101,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def hold(weight: Tensor) -> Tensor:
     """Return a weight whose gradient is computed when this node's backward runs, not when the linear layer's does."""
     later: list[tuple[Tensor, Tensor]] = []
-    held = _HoldWeightFunction.apply(weight, later)  # type: ignore[no-untyped-call]
-    held.later = later
-    return held  # type: ignore[no-any-return]
+    held_weight = _HoldWeightFunction.apply(weight, later)  # type: ignore[no-untyped-call]
+    held_weight.later = later
+    return held_weight  # type: ignore[no-any-return]
 
 
 class _HoldWeightFunction(torch.autograd.Function):
@@ -131,14 +131,14 @@ class _HeldLinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x, weight), grad = ctx.saved_tensors, grads[0]
-        wanted = ctx.needs_input_grad
-        if wanted[1]:
+        needs_grad = ctx.needs_input_grad
+        if needs_grad[1]:
             # Only input and output gradient are kept; :func:`hold`'s backward multiplies them.
             ctx.later.append((x, grad))
         return (
-            grad @ weight.conj() if wanted[0] else None,
-            _placeholder_gradient(grad, weight.shape) if wanted[1] else None,
-            grad.flatten(0, -2).sum(0) if wanted[2] else None,
+            grad @ weight.conj() if needs_grad[0] else None,
+            _placeholder_gradient(grad, weight.shape) if needs_grad[1] else None,
+            grad.flatten(0, -2).sum(0) if needs_grad[2] else None,
             None,
         )
 
@@ -159,12 +159,12 @@ def overlap_redistributions(graph: fx.Graph) -> None:
         assert isinstance(value, fx.Node)
         if value.op == "placeholder" and value.meta["role"][0] in ("parameter", "buffer"):
             continue  # gathering all weights early might not fit into memory
-        after, computes = turns.source_node(value, node)
+        source_node, computes = turns.source_node(value, node)
         layers = _linear_readers(node)
         if computes or layers:
             # Without computation in between, two nodes would only add overhead; a linear layer's weight gradient is
             # computation.
-            _split_redistribute(graph, node, after, turns.needed_before(node), layers)
+            _split_redistribute(graph, node, source_node, turns.needed_before(node), layers)
 
 
 class _OperatorOrder:
@@ -233,23 +233,23 @@ def _linear_readers(move: fx.Node) -> list[fx.Node]:
 
 
 def _split_redistribute(
-    graph: fx.Graph, move: fx.Node, after: fx.Node, needed: fx.Node, layers: Sequence[fx.Node]
+    graph: fx.Graph, move: fx.Node, source_node: fx.Node, needed: fx.Node, layers: Sequence[fx.Node]
 ) -> None:
     """Start a redistribution behind one node and finish it before another; linear layers then hold their weights."""
     target: Any = move.target
     # Keep the order of several redistributions that start at the same node.
-    while after.next.op == "placeholder" or isinstance(after.next.target, BeginRedistribute):
-        after = after.next
-    with graph.inserting_after(after):
+    while source_node.next.op == "placeholder" or isinstance(source_node.next.target, BeginRedistribute):
+        source_node = source_node.next
+    with graph.inserting_after(source_node):
         token = graph.call_function(BeginRedistribute(target.source, target.target), move.args)
     # hold before finish: in the backward pass the weight gradient then comes after the start of the all-reduce.
     with graph.inserting_before(needed):
-        held = {layer: graph.call_function(hold, (layer.args[1],)) for layer in layers}
+        weights = {layer: graph.call_function(hold, (layer.args[1],)) for layer in layers}
         finished = graph.call_function(finish, (token,))
-    for made in (token, finished, *held.values()):
-        made.meta = dict(move.meta)
+    for new_node in (token, finished, *weights.values()):
+        new_node.meta = dict(move.meta)
     move.replace_all_uses_with(finished)
     graph.erase_node(move)
-    for layer, weight in held.items():
+    for layer, weight in weights.items():
         bias = layer.args[2] if len(layer.args) > 2 else None
         layer.target, layer.args = linear, (layer.args[0], weight, bias)

@@ -127,19 +127,19 @@ def simplify_cuts(cuts: Cuts) -> Cuts:
     Equal parts have equal simplified cuts, so that cuts can be compared by ``==``.
     """
     result: list[tuple[int, ...]] = []
-    last = -1
+    last_owner = -1
     for segment in cuts:
         # The ranks that have something of this segment, ascending; it can be joined if none of them precedes the last
         # owner.
         owners = [i for i in range(len(segment) - 1) if segment[i] < segment[i + 1]]
         if not owners:
             continue
-        if result and owners[0] >= last:
+        if result and owners[0] >= last_owner:
             # Positions up to the first owner's start come from the segment before, the others from this one.
-            before = result.pop()
-            segment = (*before[: owners[0] + 1], *segment[owners[0] + 1 :])
+            previous_segment = result.pop()
+            segment = (*previous_segment[: owners[0] + 1], *segment[owners[0] + 1 :])
         result.append(segment)
-        last = owners[-1]
+        last_owner = owners[-1]
     return tuple(result) or cuts[:1]
 
 
@@ -176,13 +176,13 @@ def with_offsets(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, 
 
 def contiguous_ranges(positions: Iterable[int]) -> list[tuple[int, int]]:
     """Return the disjoint ranges that hold these positions, in ascending order."""
-    found = list[tuple[int, int]]()
+    ranges = list[tuple[int, int]]()
     for p in sorted(set(positions)):
-        if found and found[-1][1] == p:
-            found[-1] = (found[-1][0], p + 1)
+        if ranges and ranges[-1][1] == p:
+            ranges[-1] = (ranges[-1][0], p + 1)
         else:
-            found.append((p, p + 1))
-    return found
+            ranges.append((p, p + 1))
+    return ranges
 
 
 def shard_same_dim(a: Placement, b: Placement) -> bool:

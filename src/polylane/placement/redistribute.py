@@ -163,9 +163,9 @@ def _shape_with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int
 
 
 def _all_gather(axis: Axis, x: Tensor, source: Shard) -> Callable[[], Tensor]:
-    own = x.contiguous()
+    local_part = x.contiguous()
     shapes = [_shape_with_length(x.shape, source.dim, source.local_length(i)) for i in range(axis.degree)]
-    exchange = axis.begin_exchange([own] * axis.degree, shapes)
+    exchange = axis.begin_exchange([local_part] * axis.degree, shapes)
 
     def finish() -> Tensor:
         parts = exchange()
@@ -179,9 +179,9 @@ def _all_gather(axis: Axis, x: Tensor, source: Shard) -> Callable[[], Tensor]:
 
 def assemble_shards(parts: Sequence[Tensor | None], shard: Shard) -> Tensor:
     """Return a whole value from the parts of all ranks, in their order."""
-    first = parts[0]
-    assert first is not None
-    out = first.new_empty(_shape_with_length(first.shape, shard.dim, shard.size))
+    first_part = parts[0]
+    assert first_part is not None
+    out = first_part.new_empty(_shape_with_length(first_part.shape, shard.dim, shard.size))
     for i, part in enumerate(parts):
         assert part is not None
         _fill_shard(out, part, shard, i)
@@ -191,13 +191,13 @@ def assemble_shards(parts: Sequence[Tensor | None], shard: Shard) -> Tensor:
 # Reduce-scatter as an all-to-all and local sums: parts may have unequal lengths, and the order of the sum is fixed.
 def _reduce_scatter(axis: Axis, x: Tensor, target: Shard) -> Callable[[], Tensor]:
     pieces = [local_shard(x, target, i) for i in range(axis.degree)]
-    own = tuple(pieces[axis.index].shape)
-    exchange = axis.begin_exchange(pieces, [own] * axis.degree)
+    shape = tuple(pieces[axis.index].shape)
+    exchange = axis.begin_exchange(pieces, [shape] * axis.degree)
 
     def finish() -> Tensor:
-        out, *rest = exchange()
+        out, *parts = exchange()
         assert out is not None
-        for part in rest:  # in the order of ranks, so that the result does not depend on which rank sums
+        for part in parts:  # in the order of ranks, so that the result does not depend on which rank sums
             assert part is not None
             out = out + part
         return out
@@ -210,9 +210,9 @@ def _all_to_all(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Callable
     if source.dim == target.dim:
         return _recut_dimension(axis, x, source, target)
     pieces = [local_shard(x, target, i) for i in range(axis.degree)]
-    kept = target.local_length(axis.index)
+    length = target.local_length(axis.index)
     shapes = [
-        _shape_with_length(_shape_with_length(x.shape, target.dim, kept), source.dim, source.local_length(i))
+        _shape_with_length(_shape_with_length(x.shape, target.dim, length), source.dim, source.local_length(i))
         for i in range(axis.degree)
     ]
     exchange = axis.begin_exchange(pieces, shapes)
@@ -236,18 +236,18 @@ def _recut_dimension(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Cal
 # ---- ranges of one dimension, from the ranks that own them to those that want them -----------------------------------
 
 
-def overlapping_ranges(owned: Sequence[Range], wanted: Sequence[Range]) -> list[tuple[int, int, int]]:
+def overlapping_ranges(owned: Sequence[Range], wanted_ranges: Sequence[Range]) -> list[tuple[int, int, int]]:
     """Return what an owner has that a reader wants: (start in the owner's part, start in what is wanted, length)."""
     return [
-        (here + first - a, there + first - start, last - first)
-        for start, stop, there in with_offsets(wanted)
-        for a, b, here in with_offsets(owned)
-        if (first := max(a, start)) < (last := min(b, stop))
+        (owned_offset + low - a, wanted_offset + low - start, high - low)
+        for start, stop, wanted_offset in with_offsets(wanted_ranges)
+        for a, b, owned_offset in with_offsets(owned)
+        if (low := max(a, start)) < (high := min(b, stop))
     ]
 
 
 def begin_exchange_ranges(
-    axis: Axis, x: Tensor, dim: int, owned: Sequence[Sequence[Range]], wanted: Sequence[Sequence[Range]]
+    axis: Axis, x: Tensor, dim: int, owned: Sequence[Sequence[Range]], wanted_ranges: Sequence[Sequence[Range]]
 ) -> Callable[[], Iterator[tuple[int, Tensor]]]:
     """Start to send every rank what it wants of a dimension, from the ranks that have it.
 
@@ -255,32 +255,32 @@ def begin_exchange_ranges(
         axis: the ranks that exchange with each other.
         x: this rank's part: the ranges that it owns, one after the other.
         dim: index of the dimension.
-        owned, wanted: disjoint ranges of the whole dimension, ascending, by rank.
+        owned, wanted_ranges: disjoint ranges of the whole dimension, ascending, by rank.
 
     Returns:
         A function that waits, and yields (start in what this rank wants, piece) of all that it gets.
     """
     me = axis.index
     # Pieces as (start, length), in the part of the rank that sends them and in that of the rank that gets them.
-    outgoing = [[(at, n) for at, _, n in overlapping_ranges(owned[me], each)] for each in wanted]
-    incoming = [[(at, n) for _, at, n in overlapping_ranges(each, wanted[me])] for each in owned]
+    outgoing = [[(at, n) for at, _, n in overlapping_ranges(owned[me], ranges)] for ranges in wanted_ranges]
+    incoming = [[(at, n) for _, at, n in overlapping_ranges(ranges, wanted_ranges[me])] for ranges in owned]
     # A rank's own piece does not travel: x itself takes its place, which gives the dtype.
-    pieces = [x if i == me else _select_ranges(x, dim, each) if each else None for i, each in enumerate(outgoing)]
+    pieces = [x if i == me else _select_ranges(x, dim, spans) if spans else None for i, spans in enumerate(outgoing)]
     shapes = [
-        _shape_with_length(x.shape, dim, sum(n for _, n in each)) if each and i != me else None
-        for i, each in enumerate(incoming)
+        _shape_with_length(x.shape, dim, sum(n for _, n in spans)) if spans and i != me else None
+        for i, spans in enumerate(incoming)
     ]
     exchange = axis.begin_exchange(pieces, shapes)
 
     def finish() -> Iterator[tuple[int, Tensor]]:
         received = exchange()
-        for i, each in enumerate(incoming):
-            part = _select_ranges(x, dim, outgoing[me]) if i == me and each else received[i]
-            taken = 0
-            for at, n in each:
+        for i, spans in enumerate(incoming):
+            part = _select_ranges(x, dim, outgoing[me]) if i == me and spans else received[i]
+            offset = 0
+            for at, n in spans:
                 assert part is not None
-                yield at, part.narrow(dim, taken, n)
-                taken += n
+                yield at, part.narrow(dim, offset, n)
+                offset += n
 
     return finish
 

@@ -81,25 +81,25 @@ class _RankWriter:
         if have == needed:  # by far most reads
             return value
         for i, placement in rewrite_by_axis(have, needed):
-            after = (*have[:i], placement, *have[i + 1 :])
+            state = (*have[:i], placement, *have[i + 1 :])
             # Keyed by the rewritten node: partial redistributions on the way are shared between consumers too.
-            known = self.redistributed.get((value, after))
-            if known is None:
+            redistribution = self.redistributed.get((value, state))
+            if redistribution is None:
                 axis = self.axes[list(self.splits)[i]]
-                known = self.graph.call_function(Redistribute(have[i], placement), (axis, value))
-                known.meta["stands"] = False
+                redistribution = self.graph.call_function(Redistribute(have[i], placement), (axis, value))
+                redistribution.meta["stands"] = False
                 if node.op != "placeholder":  # a placeholder's move is named by its first reader
-                    known.meta["name"] = node.meta["name"]
-                self.redistributed[value, after] = known
-            value, have = known, after
+                    redistribution.meta["name"] = node.meta["name"]
+                self.redistributed[value, state] = redistribution
+            value, have = redistribution, state
         return value
 
     def write_operator(self, node: fx.Node) -> fx.Node:
         """Write one operator, with the redistributions before it."""
-        name, before = node_name(node), _last_node(self.graph)
+        name, last_node = node_name(node), _last_node(self.graph)
         call = self.calls[name]
         chosen = {axis: split.strategies[name] for axis, split in self.splits.items()}
-        prefix, given, positional = bind_arguments(node)
+        prefix, bound_arguments, positional = bind_arguments(node)
         # Tensors are numbered in the order in which view_operators numbered them: bind_arguments gives the same order.
         number = iter(range(len(call.inputs)))
 
@@ -113,7 +113,7 @@ class _RankWriter:
                 return self.redistribute_to(value, tuple(s.inputs[index] for s in chosen.values()))
             return value
 
-        arguments = map_nested(local, given)
+        arguments = map_nested(local, bound_arguments)
         # Counted before strategies insert nodes of this rank's own: all ranks must decide the same.
         several = _count_gradient_collectives(arguments) > 1
         edit = RankCall(
@@ -133,7 +133,7 @@ class _RankWriter:
         if several:  # gradients that go through collectives must arrive in one order on all ranks
             edit.target = joint_gradients(edit.target)
         result = edit.emit()
-        _label_nodes(self.graph, before, node)
+        _label_nodes(self.graph, last_node, node)
         result.meta["stands"] = True
         return result
 
@@ -158,19 +158,19 @@ def _last_node(graph: fx.Graph) -> fx.Node | None:
     return next(reversed(graph.nodes), None)
 
 
-def _nodes_since(graph: fx.Graph, before: fx.Node | None) -> Iterator[fx.Node]:
-    """Return the nodes written since ``before`` was the last one, newest first."""
-    return takewhile(lambda node: node is not before, reversed(graph.nodes))
+def _nodes_since(graph: fx.Graph, last_node: fx.Node | None) -> Iterator[fx.Node]:
+    """Return the nodes written since ``last_node`` was the last one, newest first."""
+    return takewhile(lambda node: node is not last_node, reversed(graph.nodes))
 
 
-def _label_nodes(graph: fx.Graph, before: fx.Node | None, node: fx.Node) -> None:
+def _label_nodes(graph: fx.Graph, last_node: fx.Node | None, node: fx.Node) -> None:
     """Give all new nodes the user-facing name and source location of the node that they are written for."""
-    for made in _nodes_since(graph, before):
-        made.meta.setdefault("name", node.meta["name"])
-        made.meta.setdefault("stands", False)  # True only for the node that returns the operator's value
+    for new_node in _nodes_since(graph, last_node):
+        new_node.meta.setdefault("name", node.meta["name"])
+        new_node.meta.setdefault("stands", False)  # True only for the node that returns the operator's value
         for key in ("stack_trace", "nn_module_stack", "module", "op"):
             if key in node.meta:
-                made.meta.setdefault(key, node.meta[key])
+                new_node.meta.setdefault(key, node.meta[key])
 
 
 def rewrite_by_axis(have: State, needed: State) -> Iterator[tuple[int, Placement]]:
@@ -182,23 +182,23 @@ def rewrite_by_axis(have: State, needed: State) -> Iterator[tuple[int, Placement
     Yields:
         The index of an axis, and its next placement.
     """
-    now, waiting = list(have), [i for i, p in enumerate(needed) if have[i] != p]
+    state, waiting = list(have), [i for i, p in enumerate(needed) if have[i] != p]
 
     def in_the_way(i: int) -> int | None:
-        return next((j for j in waiting if j != i and shard_same_dim(now[j], needed[i])), None)
+        return next((j for j in waiting if j != i and shard_same_dim(state[j], needed[i])), None)
 
     while waiting:
         i = next((i for i in waiting if in_the_way(i) is None), None)
         if i is not None:
             waiting.remove(i)
-            now[i] = needed[i]
+            state[i] = needed[i]
         else:
             i = waiting[0]
             for _ in waiting:  # after as many steps along "blocked by", surely on the cycle
                 i = in_the_way(i)
                 assert i is not None
-            now[i] = REPLICATE
-        yield i, now[i]
+            state[i] = REPLICATE
+        yield i, state[i]
 
 
 def rewrite(
@@ -239,7 +239,7 @@ def rewrite(
         axis.meta |= {"role": ("axis", name), "turn": -1, "writes": False}
     needed = tuple(REPLICATE for _ in splits)
     for turn, node in enumerate(code.nodes):
-        before = _last_node(writer.graph)
+        last_node = _last_node(writer.graph)
         if node.op == "placeholder":
             writer.values[node] = copied = writer.graph.placeholder(node.name)
             copied.meta = dict(node.meta)
@@ -255,8 +255,8 @@ def rewrite(
         elif not _is_known_size(node):
             writer.values[node] = copied = writer.graph.node_copy(node, writer.values.__getitem__)
             copied.meta = dict(node.meta)
-        for made in _nodes_since(writer.graph, before):
-            made.meta |= {"turn": turn, "writes": _writes(node)}
+        for new_node in _nodes_since(writer.graph, last_node):
+            new_node.meta |= {"turn": turn, "writes": _writes(node)}
     return writer.graph
 
 

@@ -57,8 +57,8 @@ def write_sizes(graph: fx.Graph) -> None:
     """
     nodes = list(graph.nodes)
     parts = [node for node in nodes if node.op == "placeholder" and node.meta["role"][0] == "part"]
-    first = next(node for node in nodes if node.op != "placeholder")
-    with graph.inserting_before(first):
+    first_node = next(node for node in nodes if node.op != "placeholder")
+    with graph.inserting_before(first_node):
         part = parts[0] if parts else graph.placeholder("part")
     part.meta.setdefault("role", ("part", 0))
     written: dict[int, fx.Node] = {}
@@ -70,13 +70,13 @@ def write_sizes(graph: fx.Graph) -> None:
         if not sized.sizes:
             return value
         if id(value) not in written:
-            with graph.inserting_before(first):
+            with graph.inserting_before(first_node):
                 if isinstance(value, TracedSize):
-                    made = graph.call_function(SymbolicSize(_function_of(sized), value.value), (part,))
+                    new_node = graph.call_function(SymbolicSize(_function_of(sized), value.value), (part,))
                 else:
-                    made = graph.call_function(SizedArgument(sized), (), {"sized_by": part})
-            made.meta = {"name": "", "stands": False}
-            written[id(value)] = made
+                    new_node = graph.call_function(SizedArgument(sized), (), {"sized_by": part})
+            new_node.meta = {"name": "", "stands": False}
+            written[id(value)] = new_node
         return written[id(value)]
 
     for node in nodes:

@@ -99,14 +99,14 @@ class OperatorCall:
         """Return the cuts to offer for dimensions that are cut alike: the even one, and those neighbours ask for."""
         if self.only_cuts is not None:
             return [self.only_cuts[place] for place in places if place in self.only_cuts][:1]
-        found: dict[Cuts, None] = {}
+        offered_cuts: dict[Cuts, None] = {}
         side, index, dim = places[0]
         size = (self.inputs if side == "in" else self.outputs)[index].shape[dim]
         if size > 1:
-            found[even_cuts(size, self.degree)] = None
+            offered_cuts[even_cuts(size, self.degree)] = None
             for place in places:
-                found.update(dict.fromkeys(self.neighbour_cuts.get(place, ())))
-        return list(found)
+                offered_cuts.update(dict.fromkeys(self.neighbour_cuts.get(place, ())))
+        return list(offered_cuts)
 
     def matching_cuts(
         self, source: Place, target: Place, onward: Callable[[Cuts], Cuts | None], back: Callable[[Cuts], Cuts | None]
@@ -127,15 +127,15 @@ class OperatorCall:
         inputs: Mapping[int, Placement],
         outputs: Placement | Sequence[Placement],
         default: Placement = REPLICATE_PARTIAL_GRAD,
-        **more: Any,
+        **options: Any,
     ) -> Strategy:
         """Return a strategy in which inputs that are not named (by their index) are placed like ``default``."""
-        every = outputs if isinstance(outputs, (list, tuple)) else [outputs] * len(self.outputs)
+        placements = outputs if isinstance(outputs, (list, tuple)) else [outputs] * len(self.outputs)
         # Rules may write REPLICATE_PARTIAL_GRAD for integers and frozen tensors too: those have no gradient to be
         # partial.
         placed = tuple(_without_partial_gradient(inputs.get(v.index, default), v) for v in self.inputs)
-        given = tuple(_without_partial_gradient(p, v) for p, v in zip(every, self.outputs, strict=True))
-        return Strategy(name, placed, given, **more)
+        targets = tuple(_without_partial_gradient(p, v) for p, v in zip(placements, self.outputs, strict=True))
+        return Strategy(name, placed, targets, **options)
 
 
 def _without_partial_gradient(placement: Placement, value: TensorValue) -> Placement:

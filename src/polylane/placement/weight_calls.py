@@ -40,7 +40,7 @@ def find_weight_calls(
 def find_weight_values(graph: fx.Graph, is_trained: Callable[[str], bool]) -> dict[fx.Node, frozenset[fx.Node]]:
     """Return the values that depend on trained parameters alone (and on constants), with these parameters."""
     written = _find_written(graph)
-    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    values: dict[fx.Node, frozenset[fx.Node]] = {}
     constant: set[fx.Node] = set()
     for node in graph.nodes:
         if node in written:
@@ -48,18 +48,18 @@ def find_weight_values(graph: fx.Graph, is_trained: Callable[[str], bool]) -> di
         if node.op == "placeholder":
             kind, name = node.meta["role"]
             if kind == "parameter" and is_trained(name):
-                found[node] = frozenset([node])
+                values[node] = frozenset([node])
             elif kind in ("parameter", "constant", "axis"):
                 constant.add(node)
         elif node.op == "call_function" and _may_wait(node.target):
             reads = node.all_input_nodes
-            if all(each in found or each in constant for each in reads):
-                parameters = frozenset[fx.Node]().union(*(found[each] for each in reads if each in found))
+            if all(read in values or read in constant for read in reads):
+                parameters = frozenset[fx.Node]().union(*(values[read] for read in reads if read in values))
                 if parameters:
-                    found[node] = parameters
+                    values[node] = parameters
                 else:
                     constant.add(node)
-    return found
+    return values
 
 
 def _find_written(graph: fx.Graph) -> set[fx.Node]:
@@ -104,8 +104,8 @@ def match_weight_call(node: fx.Node, sources: Mapping[fx.Node, frozenset[fx.Node
 def _bind_defaults(target: torch._ops.OpOverload, node: fx.Node) -> dict[str, Any]:
     """Return the arguments of a call by the names of torch's schema, in its order."""
     schema = target._schema.arguments
-    given = {**dict(zip([a.name for a in schema], node.args, strict=False)), **node.kwargs}
-    return {a.name: given.get(a.name, a.default_value) for a in schema}
+    arguments = {**dict(zip([a.name for a in schema], node.args, strict=False)), **node.kwargs}
+    return {a.name: arguments.get(a.name, a.default_value) for a in schema}
 
 
 def positional_arguments(node: fx.Node) -> list[Any]:

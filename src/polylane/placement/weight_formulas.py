@@ -60,8 +60,8 @@ def find_formula(op: str, args: Mapping[str, Any], is_weight: Callable[[Any], bo
         args: its arguments by the names of torch's schema, in the schema's order.
         is_weight: tells of an argument whether it depends on trained parameters alone.
     """
-    library, _, rest = op.partition(".")
-    rule = _RULES.get(rest.partition(".")[0]) if library == "aten" else None
+    library, _, name = op.partition(".")
+    rule = _RULES.get(name.partition(".")[0]) if library == "aten" else None
     return None if rule is None else rule(args, is_weight)
 
 
@@ -110,10 +110,10 @@ def _product(first: str, second: str, added: str = "") -> Callable[..., WeightFo
             torch.addmm(into, x.reshape(-1, x.shape[-1]).t().conj(), rows, alpha=alpha, out=into)
             return None if bias is None else grad if beta == 1 else grad * beta
 
-        kept, weight = (second, first) if left else (first, second)
+        operand, weight = (second, first) if left else (first, second)
         # One product over all rows is the gradient of a matrix on the right.
         once = None if left else add
-        return WeightFormula((names.index(kept),), (names.index(weight),), bias, gradients, add=once)
+        return WeightFormula((names.index(operand),), (names.index(weight),), bias, gradients, add=once)
 
     return rule
 
@@ -148,17 +148,17 @@ def _einsum(args: Mapping[str, Any], is_weight: Callable[[Any], bool]) -> Weight
     factors = terms.split(",")
     if not arrow or "." in equation or len(factors) != 2 or len(operands) != 2:
         return None
-    found = [is_weight(operand) for operand in operands]
-    if sum(found) != 1:
+    flags = [is_weight(operand) for operand in operands]
+    if sum(flags) != 1:
         return None
-    at = found.index(True)
-    weight, kept = factors[at], factors[1 - at]
+    at = flags.index(True)
+    weight, factor = factors[at], factors[1 - at]
     # A repeated index is a diagonal, and one of the weight alone is summed there: no contraction gives those back.
-    if any(len(set(term)) < len(term) for term in (weight, kept, result)) or not set(weight) <= set(kept + result):
+    if any(len(set(term)) < len(term) for term in (weight, factor, result)) or not set(weight) <= set(factor + result):
         return None
 
     def gradients(grad: Tensor, x: Tensor, weight_value: Tensor) -> tuple[Tensor, Tensor | None]:
-        return torch.einsum(f"{result},{kept}->{weight}", grad, x.conj()), None
+        return torch.einsum(f"{result},{factor}->{weight}", grad, x.conj()), None
 
     return WeightFormula((1, 1 - at), (1, at), None, gradients)
 
@@ -181,7 +181,7 @@ def _find_convolution(
         return None
     bias = _find_bias(args, "bias", is_weight)
     stride, padding, dilation, groups = (args[name] for name in ("stride", "padding", "dilation", "groups"))
-    more = args.get("output_padding", 0)
+    output_padding = args.get("output_padding", 0)
 
     def gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         space = weight.dim() - 2
@@ -191,7 +191,7 @@ def _find_convolution(
         _, of_weight, of_bias = torch.ops.aten.convolution_backward.default(
             grad, x, weight, None if bias is None else [grad.shape[1]],
             _per_dimension(stride, space), padded, _per_dimension(dilation, space),
-            transposed, _per_dimension(more, space), groups, [False, True, bias is not None],
+            transposed, _per_dimension(output_padding, space), groups, [False, True, bias is not None],
         )  # fmt: skip
         return of_weight, None if bias is None else of_bias
 
@@ -202,10 +202,10 @@ def _pad_input(x: Tensor, padding: Any, dilation: Sequence[int], kernel: Sequenc
     """Return the input and the padding of both sides in numbers; "same" may pad each last side by one more."""
     if padding != "same":
         return x, _per_dimension(0 if padding == "valid" else padding, len(kernel))
-    total = [each * (size - 1) for each, size in zip(dilation, kernel, strict=True)]
-    if any(each % 2 for each in total):
-        x = torch.nn.functional.pad(x, [side for each in reversed(total) for side in (0, each % 2)])
-    return x, [each // 2 for each in total]
+    total = [spacing * (size - 1) for spacing, size in zip(dilation, kernel, strict=True)]
+    if any(amount % 2 for amount in total):
+        x = torch.nn.functional.pad(x, [side for amount in reversed(total) for side in (0, amount % 2)])
+    return x, [amount // 2 for amount in total]
 
 
 def _per_dimension(value: Any, space: int) -> list[int]:
@@ -223,8 +223,8 @@ def _embedding(args: Mapping[str, Any], is_weight: Callable[[Any], bool]) -> Wei
     padding, scales = args["padding_idx"], args["scale_grad_by_freq"]
 
     def gradients(grad: Tensor, indices: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        found = torch.ops.aten.embedding_dense_backward.default(grad, indices, weight.shape[0], padding, scales)
-        return found, None
+        gradient = torch.ops.aten.embedding_dense_backward.default(grad, indices, weight.shape[0], padding, scales)
+        return gradient, None
 
     return WeightFormula((1,), (0,), None, gradients, is_product=False)
 

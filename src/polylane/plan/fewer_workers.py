@@ -31,10 +31,10 @@ def change_replicas(plan: Spec | Plan, workers: int, microbatches: int) -> Spec 
     """
     spec = parse(plan.spec) if isinstance(plan, Plan) else plan
     training = workers - (spec.processes - spec.workers)
-    each = spec.workers // spec.data
-    if spec.stages or training < each or training % each:
+    replica_size = spec.workers // spec.data
+    if spec.stages or training < replica_size or training % replica_size:
         return None
-    data = training // each
+    data = training // replica_size
     if spec.replicas == TURNS and microbatches < data:
         return None
     slow = tuple((rank, straggler) for rank, straggler in spec.slow if rank < training)

@@ -40,8 +40,8 @@ def plan_from_partition(partition: Partition, spec: Spec, microbatches: int) -> 
     """
     nodes, groups = partition.graph.nodes, assign_ranks(spec.group_meshes)
     pieces: list[list[str]] = [[] for _ in spec.meshes]
-    for first, end, stage in partition.pieces:
-        pieces[stage] += [nodes[first].name, nodes[end - 1].name]
+    for start, end, stage in partition.pieces:
+        pieces[stage] += [nodes[start].name, nodes[end - 1].name]
     stages = tuple(
         Stage(
             nodes=tuple(pieces[s]),
@@ -76,12 +76,12 @@ def assign_ranks(meshes: Sequence[Degrees]) -> tuple[tuple[int, ...], ...]:
     """
     groups = sorted((r / mesh.data, s, r) for s, mesh in enumerate(meshes) for r in range(mesh.data))
     sizes = [mesh.sequence * mesh.tensor for mesh in meshes]
-    found: list[list[int]] = [[] for _ in meshes]
-    first = 0
+    ranks: list[list[int]] = [[] for _ in meshes]
+    first_rank = 0
     for _, stage, _ in _align_groups(groups, sizes):
-        found[stage] += range(first, first + sizes[stage])
-        first += sizes[stage]
-    return tuple(map(tuple, found))
+        ranks[stage] += range(first_rank, first_rank + sizes[stage])
+        first_rank += sizes[stage]
+    return tuple(map(tuple, ranks))
 
 
 def _align_groups(groups: Sequence[_Group], sizes: Sequence[int]) -> list[_Group]:
@@ -102,8 +102,8 @@ def _align_groups(groups: Sequence[_Group], sizes: Sequence[int]) -> list[_Group
         pairs = [a + b for a, b in zip(line[::2], line[1::2], strict=True)]
         line = sorted([*pairs, *((group,) for group in groups if sizes[group[1]] == size)])
         size *= 2
-    other = [group for group in groups if sizes[group[1]] not in powers]
-    return [*(group for bundle in (*line, *over) for group in bundle), *other]
+    other_groups = [group for group in groups if sizes[group[1]] not in powers]
+    return [*(group for bundle in (*line, *over) for group in bundle), *other_groups]
 
 
 def with_fingerprint(plan: Plan, graph: Graph) -> Plan:
@@ -119,10 +119,10 @@ def partition_for(plan: Plan, graph: Graph) -> Partition:
             the graph, or they wait for each other.
     """
     check(plan)  # pydantic does not validate a copy with changes
-    own = fingerprint(graph)
-    if plan.graph is not None and plan.graph.id != own.id:
-        which = plan.title if plan.title != "plan" else "the plan"
-        raise PolylaneError(f"{which} is for another model: {_difference(plan, plan.graph, graph, own)}")
+    graph_identity = fingerprint(graph)
+    if plan.graph is not None and plan.graph.id != graph_identity.id:
+        title = plan.title if plan.title != "plan" else "the plan"
+        raise PolylaneError(f"{title} is for another model: {_difference(plan, plan.graph, graph, graph_identity)}")
     pieces = _stage_pieces(plan, graph)
     # A piece may begin with recomputable nodes, which belong to no stage: the cut is before the first node that does.
     allowed = set(cut_positions(graph))
@@ -134,7 +134,7 @@ def partition_for(plan: Plan, graph: Graph) -> Partition:
                 f"{plan.title}: stages.{index}.nodes: the graph cannot be cut before {graph.nodes[cut].name}: it "
                 "shares memory that is written in place, or reads a value whose size depends on data"
             )
-    cuts, owners = tuple(first for first, _, _ in pieces[1:]), tuple(stage for _, _, stage in pieces)
+    cuts, owners = tuple(start for start, _, _ in pieces[1:]), tuple(stage for _, _, stage in pieces)
     partition = Partition(graph, cuts, () if owners == tuple(range(len(owners))) else owners)
     _check_order(plan, partition)
     check_pins([stage.placements for stage in plan.stages], partition, plan.title)
@@ -150,57 +150,57 @@ def _stage_pieces(plan: Plan, graph: Graph) -> list[tuple[int, int, int]]:
     Raises:
         PolylaneError: they do not cover the graph, or two have the same node.
     """
-    nodes, found = graph.nodes, list[tuple[int, int, int]]()
+    nodes, pieces = graph.nodes, list[tuple[int, int, int]]()
     for index, stage in enumerate(plan.stages):
         for names in stage.pieces:
-            first, last = _find_nodes(plan, nodes, names[0], index)[0], _find_nodes(plan, nodes, names[1], index)[-1]
-            if last < first:
-                wrong = f"{nodes[last].name} comes before {nodes[first].name}"
+            start, end = _find_nodes(plan, nodes, names[0], index)[0], _find_nodes(plan, nodes, names[1], index)[-1]
+            if end < start:
+                wrong = f"{nodes[end].name} comes before {nodes[start].name}"
                 raise PolylaneError(f"{plan.title}: stages.{index}.nodes: {wrong}")
-            found.append((first, last, index))
-    found.sort()
+            pieces.append((start, end, index))
+    pieces.sort()
     begin, result = 0, list[tuple[int, int, int]]()
-    for first, last, index in found:
+    for start, end, index in pieces:
         if result:
-            result[-1] = (result[-1][0], _extend_to_line_end(nodes, begin - 1, first), result[-1][2])
+            result[-1] = (result[-1][0], _extend_to_line_end(nodes, begin - 1, start), result[-1][2])
             begin = result[-1][1] + 1
-        while begin < first and _same_source_line(nodes[first - 1], nodes[first]):
-            first -= 1
-        if first > begin and not all(node.recomputable for node in nodes[begin:first]):
-            raise PolylaneError(f"{plan.title}: stages: {_describe_left_out(graph, range(begin, first), found)}")
-        if first < begin:
-            other = next(stage for a, b, stage in result if a <= first <= b)
+        while begin < start and _same_source_line(nodes[start - 1], nodes[start]):
+            start -= 1
+        if start > begin and not all(node.recomputable for node in nodes[begin:start]):
+            raise PolylaneError(f"{plan.title}: stages: {_describe_left_out(graph, range(begin, start), pieces)}")
+        if start < begin:
+            owner = next(stage for a, b, stage in result if a <= start <= b)
             raise PolylaneError(
-                f"{plan.title}: stages.{index}.nodes: {nodes[first].name} is on stage {other} already: every node has "
+                f"{plan.title}: stages.{index}.nodes: {nodes[start].name} is on stage {owner} already: every node has "
                 "one stage"
             )
-        result.append((begin, last, index))  # with recomputable nodes before it, which each stage computes for itself
-        begin = last + 1
+        result.append((begin, end, index))  # with recomputable nodes before it, which each stage computes for itself
+        begin = end + 1
     begin = _extend_to_line_end(nodes, begin - 1, len(nodes)) + 1
     if not all(node.recomputable for node in nodes[begin:]):
-        raise PolylaneError(f"{plan.title}: stages: {_describe_left_out(graph, range(begin, len(nodes)), found)}")
+        raise PolylaneError(f"{plan.title}: stages: {_describe_left_out(graph, range(begin, len(nodes)), pieces)}")
     return [*result[:-1], (result[-1][0], len(nodes) - 1, result[-1][2])]
 
 
-def _extend_to_line_end(nodes: Sequence[Node], last: int, end: int) -> int:
-    """Return the last node before ``end`` that follows the one at ``last`` and is of the same line of the user's code.
+def _extend_to_line_end(nodes: Sequence[Node], index: int, end: int) -> int:
+    """Return the last node before ``end`` that follows the one at ``index`` and is of the same line of the user's code.
 
     A mean over a count is captured as several nodes, of which a plan may name the one that torch has.
     """
-    while last + 1 < end and _same_source_line(nodes[last], nodes[last + 1]):
-        last += 1
-    return last
+    while index + 1 < end and _same_source_line(nodes[index], nodes[index + 1]):
+        index += 1
+    return index
 
 
-def _same_source_line(one: Node, other: Node) -> bool:
-    return bool(one.source) and (one.module, one.source) == (other.module, other.source)
+def _same_source_line(node: Node, next_node: Node) -> bool:
+    return bool(node.source) and (node.module, node.source) == (next_node.module, next_node.source)
 
 
 def _describe_left_out(graph: Graph, missing: Sequence[int], pieces: Sequence[tuple[int, int, int]]) -> str:
     """Describe a node that no stage computes, and the stage that needs it."""
     names = {graph.nodes[i].name for i in missing}
-    for first, last, stage in pieces:
-        for i in range(first, last + 1):
+    for start, end, stage in pieces:
+        for i in range(start, end + 1):
             for value in graph.nodes[i].inputs:
                 if value in names:
                     return f"{graph.nodes[i].name} on stage {stage} needs {value}, which no stage computes"
@@ -237,11 +237,11 @@ def _find_backward_crossing(partition: Partition) -> tuple[StageCrossing, int]:
 
 def _find_nodes(plan: Plan, nodes: tuple[Node, ...], name: str, index: int) -> list[int]:
     exact = [i for i, node in enumerate(nodes) if node.name == name]
-    inside = [i for i, node in enumerate(nodes) if node.module == name or node.module.startswith(f"{name}.")]
-    if not exact and not inside:
+    members = [i for i, node in enumerate(nodes) if node.module == name or node.module.startswith(f"{name}.")]
+    if not exact and not members:
         unknown = f"the model has no node and no module {name!r}{_hint(plan, nodes, name)}"
         raise PolylaneError(f"{plan.title}: stages.{index}.nodes: {unknown}")
-    return exact or inside
+    return exact or members
 
 
 def _hint(plan: Plan, nodes: tuple[Node, ...], name: str) -> str:
@@ -254,16 +254,16 @@ def _hint(plan: Plan, nodes: tuple[Node, ...], name: str) -> str:
     return hint
 
 
-def _difference(plan: Plan, said: Fingerprint, graph: Graph, own: Fingerprint) -> str:
-    known = {node.name for node in graph.nodes} | {node.module for node in graph.nodes}
-    missing = [name for stage in plan.stages for name in stage.nodes if name not in known]
+def _difference(plan: Plan, plan_identity: Fingerprint, graph: Graph, graph_identity: Fingerprint) -> str:
+    known_names = {node.name for node in graph.nodes} | {node.module for node in graph.nodes}
+    missing = [name for stage in plan.stages for name in stage.nodes if name not in known_names]
     if missing:
         return f"it names {missing[0]!r}, which this model does not have"
-    if said.parameters != own.parameters:
-        return f"it has {said.parameters} parameter tensors, this model {own.parameters}"
-    if said.nodes != own.nodes:
-        return f"it has {said.nodes} nodes, this model {own.nodes}"
-    return f"the shapes or the wiring differ (fingerprint {said.id}, this model's is {own.id})"
+    if plan_identity.parameters != graph_identity.parameters:
+        return f"it has {plan_identity.parameters} parameter tensors, this model {graph_identity.parameters}"
+    if plan_identity.nodes != graph_identity.nodes:
+        return f"it has {plan_identity.nodes} nodes, this model {graph_identity.nodes}"
+    return f"the shapes or the wiring differ (fingerprint {plan_identity.id}, this model's is {graph_identity.id})"
 
 
 def check_chunks(spec: Spec, graph: Graph) -> None:
@@ -272,11 +272,11 @@ def check_chunks(spec: Spec, graph: Graph) -> None:
     Raises:
         PolylaneError: the graph cannot be cut into so many stages.
     """
-    most = len(cut_positions(graph)) + 1
-    if spec.chunks > 1 and len(spec.meshes) > most and not graph.is_opaque:
+    limit = len(cut_positions(graph)) + 1
+    if spec.chunks > 1 and len(spec.meshes) > limit and not graph.is_opaque:
         raise PolylaneError(
             f"chunks={spec.chunks} on each of pipeline={spec.pipeline} are {len(spec.meshes)} stages, and the graph "
-            f"can be cut into at most {most}: lower one of them"
+            f"can be cut into at most {limit}: lower one of them"
         )
 
 
@@ -288,17 +288,17 @@ def check_asynchronous(plan: Plan, partition: Partition) -> None:
     """
     if not plan.is_asynchronous:
         return
-    what = f"{plan.title}: schedule: {plan.schedule}"
+    prefix = f"{plan.title}: schedule: {plan.schedule}"
     if not partition.graph.loss_is_mean:
         raise PolylaneError(
-            f"{what} needs a loss that is a mean over samples: over what this one is a mean is known only when all "
+            f"{prefix} needs a loss that is a mean over samples: over what this one is a mean is known only when all "
             "stages have seen the batch"
         )
     for name, info in partition.graph.parameters.items():
         holders = [stage for stage in range(partition.stages) if name in partition.parameters(stage)]
         if len(holders) > 1 and info.trainable:  # stages may share what nobody updates
             raise PolylaneError(
-                f"{what}: stages {' and '.join(map(str, holders))} share {name}, and would update it at different "
+                f"{prefix}: stages {' and '.join(map(str, holders))} share {name}, and would update it at different "
                 "times: cut so that one stage has it, or take a schedule that waits"
             )
 
@@ -315,17 +315,17 @@ def check_recompute(plan: Plan, partitions: Collection[Partition]) -> None:
             the plan's key.
     """
     silent = {number for number, stage in enumerate(plan.stages) if stage.recompute is None}
-    said: list[tuple[str, RecomputeRule, set[int]]] = [("recompute", plan.recompute, silent)]
-    said += [(f"stages.{s}.recompute", plan.recompute_of(s), {s}) for s in range(plan.pipeline) if s not in silent]
-    for key, rule, where in said:
+    rules: list[tuple[str, RecomputeRule, set[int]]] = [("recompute", plan.recompute, silent)]
+    rules += [(f"stages.{s}.recompute", plan.recompute_of(s), {s}) for s in range(plan.pipeline) if s not in silent]
+    for key, rule, stages in rules:
         for module in () if isinstance(rule, str) else rule:
             having = _stages_with_module(module, partitions)
-            if module == DEFAULT or not having.isdisjoint(where):
+            if module == DEFAULT or not having.isdisjoint(stages):
                 continue
             if not having:
                 paths = {node.module for partition in partitions for node in partition.graph.nodes}
-                known = sorted({path for each in paths for path in accumulate(re.split(r"(?=\.)", each))})
-                wrong = f"the model runs no operator in a module of this name{suggest_name(module, known)}"
+                modules = sorted({path for full_path in paths for path in accumulate(re.split(r"(?=\.)", full_path))})
+                wrong = f"the model runs no operator in a module of this name{suggest_name(module, modules)}"
             else:
                 wrong = f"it is on stage {', '.join(map(str, sorted(having)))}"
                 wrong += ", which says for itself what it recomputes: say it there" if key == "recompute" else ""

@@ -88,12 +88,12 @@ class FixedKeys:
         if self.schedule in (None, FOUND):
             if self.chunks is None:
                 return COMPARED
-            known = [option for option in COMPARED if option[1] == self.chunks]
-            return tuple(known) if known else (("interleaved", self.chunks),)
+            chunk_options = [option for option in COMPARED if option[1] == self.chunks]
+            return tuple(chunk_options) if chunk_options else (("interleaved", self.chunks),)
         if self.chunks is not None:
             return ((self.schedule, self.chunks),)
-        found = tuple(option for option in COMPARED if option[0] == self.schedule)
-        return found or ((self.schedule, DEFAULT_CHUNKS.get(self.schedule, 1)),)
+        schedule_options = tuple(option for option in COMPARED if option[0] == self.schedule)
+        return schedule_options or ((self.schedule, DEFAULT_CHUNKS.get(self.schedule, 1)),)
 
     @property
     def shardings(self) -> tuple[Literal["optimizer", "gradients", "parameters"], ...]:
@@ -124,14 +124,14 @@ class FixedKeys:
             return False
         for key, number in self.counts.items():
             if key == "microbatches":
-                found = microbatches
+                count = microbatches
             elif key == "pipeline":
-                found = len(meshes)
+                count = len(meshes)
             elif any(getattr(mesh, key) != number for mesh in meshes):
                 return False
             else:
                 continue
-            if found != number:
+            if count != number:
                 return False
         return True
 
@@ -151,9 +151,9 @@ class FixedKeys:
         Raises:
             PolylaneError: a value is not one that its key takes, or contradicts another.
         """
-        given = {key: value for key, value in values.items() if value is not None}
-        sync = self.sync.changed(**given)
-        return replace(self, sync=sync, sync_keys=self.sync_keys | set(given))
+        changes = {key: value for key, value in values.items() if value is not None}
+        sync = self.sync.changed(**changes)
+        return replace(self, sync=sync, sync_keys=self.sync_keys | set(changes))
 
     def __str__(self) -> str:
         words = [f"{key}={number}" for key, number in self.counts.items()]
@@ -185,27 +185,27 @@ def parse_fixed(text: str) -> FixedKeys:
 def _parse(text: str) -> FixedKeys:
     if "[" in text:
         raise PolylaneError("a search can be told data=, tensor=, ...; meshes of every stage make a plan of their own")
-    given = split_pairs([piece for piece in text.split(",") if piece.strip()], _KNOWN, "data=2")
+    pairs = split_pairs([piece for piece in text.split(",") if piece.strip()], _KNOWN, "data=2")
     # The plan of one line knows how numbers are written, and which are too large.
-    line = ",".join(f"{key}={given[key]}" for key in (*DEGREES, "microbatches") if key in given)
+    line = ",".join(f"{key}={pairs[key]}" for key in (*DEGREES, "microbatches") if key in pairs)
     spec = specs.parse(line) if line else None
-    schedule = given.get("schedule")
-    chunks = specs.parse_count("chunks", given["chunks"]) if "chunks" in given else None
-    counts = {key: int(getattr(spec, key)) for key in (*DEGREES, "microbatches") if key in given}
+    schedule = pairs.get("schedule")
+    chunks = specs.parse_count("chunks", pairs["chunks"]) if "chunks" in pairs else None
+    counts = {key: int(getattr(spec, key)) for key in (*DEGREES, "microbatches") if key in pairs}
     _check_schedule(schedule, chunks, counts.get("pipeline"))
-    precision = given.get("precision")
+    precision = pairs.get("precision")
     if precision not in (None, *PRECISIONS):
         raise PolylaneError(f"precision={precision} is not known, known are {', '.join(PRECISIONS)}")
-    replicas = given.get("replicas")
+    replicas = pairs.get("replicas")
     if replicas not in (None, *REPLICAS):
         raise PolylaneError(f"replicas={replicas} is not known, known are {', '.join(REPLICAS)}")
-    recompute = given.get("recompute")
+    recompute = pairs.get("recompute")
     if recompute not in (None, *MODES):
         raise PolylaneError(
             f"recompute={recompute}: a search can be told one of {', '.join(MODES)}, and finds budgets by itself"
         )
-    keys = {key: given[key] for key in KEYS if key in given}
-    compiled = specs.parse_switch("compile", given["compile"]) if "compile" in given else None
+    keys = {key: pairs[key] for key in KEYS if key in pairs}
+    compiled = specs.parse_switch("compile", pairs["compile"]) if "compile" in pairs else None
     if (sync := parse_sync(keys)).shard == "parameters":
         check_sharded_passes("plan", None, bool(compiled))
     return FixedKeys(counts, sync, frozenset(keys), precision, schedule, chunks, recompute, replicas, compiled)

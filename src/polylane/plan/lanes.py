@@ -23,11 +23,11 @@ def stage_graph_of(partition: Partition, plan: Plan) -> StageGraph:
     """
     edges = set(partition.edges)
     for crossing in partition.crossings:
-        first = dict[int, int]()  # reader by group of workers; the consumers are ascending
+        first_readers = dict[int, int]()  # reader by group of workers; the consumers are ascending
         for reader in crossing.consumers:
             group = plan.first_chunk(reader)
-            if group != plan.first_chunk(crossing.producer) and first.setdefault(group, reader) != reader:
-                edges.add((first[group], reader))
+            if group != plan.first_chunk(crossing.producer) and first_readers.setdefault(group, reader) != reader:
+                edges.add((first_readers[group], reader))
     return StageGraph.of_edges(partition.stages, edges)
 
 

@@ -45,13 +45,13 @@ def parse_order(lines: Sequence[str]) -> Lanes:
 
 def _parse_line(line: str, number: int) -> Iterator[Action]:
     for word in line.split():
-        found = _WORD.fullmatch(word)
-        if found is None:
+        match = _WORD.fullmatch(word)
+        if match is None:
             raise PolylaneError(
                 f"order.{number}: {word[:40]!r} is no pass: write f, b, i or w, a stage, a dot and a microbatch, as in "
                 "f0.3"
             )
-        yield Action(_KINDS[found[1]], int(found[2]), int(found[3]))
+        yield Action(_KINDS[match[1]], int(match[2]), int(match[3]))
 
 
 def has_halves(lines: Sequence[str]) -> bool:
@@ -76,33 +76,33 @@ def check_order(lines: Sequence[str], groups: Sequence[int], microbatches: int) 
         lines_of, groups_of = format_plural(len(lanes), "line"), format_plural(count, "group")
         raise PolylaneError(f"order has {lines_of}, for {groups_of} of workers")
     for number, lane in enumerate(lanes):
-        own = [(stage, m) for stage, group in enumerate(groups) if group == number for m in range(microbatches)]
-        _check_passes(lane, number, own)
+        passes = [(stage, m) for stage, group in enumerate(groups) if group == number for m in range(microbatches)]
+        _check_passes(lane, number, passes)
         _check_places(lane, number)
 
 
-def _check_passes(lane: Sequence[Action], number: int, own: Sequence[tuple[int, int]]) -> None:
+def _check_passes(lane: Sequence[Action], number: int, passes: Sequence[tuple[int, int]]) -> None:
     """Check that a line has every pass of its stages and microbatches once, and no other."""
-    there, known = set[Action](), set(own)
+    actions, known_passes = set[Action](), set(passes)
     for action in lane:
-        if action in there:
+        if action in actions:
             raise PolylaneError(f"order.{number}: {_word(action)} is there twice")
-        if (action.stage, action.microbatch) not in known:
+        if (action.stage, action.microbatch) not in known_passes:
             raise PolylaneError(f"order.{number}: {_word(action)} does not belong there")
-        there.add(action)
-    for stage, microbatch in own:
-        forward, whole, first, second = (Action(kind, stage, microbatch) for kind in _LETTERS)
-        halves = [each for each in (first, second) if each in there]
-        if whole in there and halves:
+        actions.add(action)
+    for stage, microbatch in passes:
+        forward, backward, first_half, second = (Action(kind, stage, microbatch) for kind in _LETTERS)
+        halves = [half for half in (first_half, second) if half in actions]
+        if backward in actions and halves:
             raise PolylaneError(
-                f"order.{number}: {_word(whole)} and {_word(halves[0])} are both there: a backward pass is either "
+                f"order.{number}: {_word(backward)} and {_word(halves[0])} are both there: a backward pass is either "
                 "whole or in two halves"
             )
-        missing = [forward] if forward not in there else []
-        if whole not in there:
+        missing = [forward] if forward not in actions else []
+        if backward not in actions:
             # Without any of them it depends on the rest of the line what is thought to be missing.
-            in_halves = halves or any(each.kind is ActionKind.BACKWARD_INPUT for each in lane)
-            missing += [each for each in ((first, second) if in_halves else (whole,)) if each not in there]
+            in_halves = halves or any(action.kind is ActionKind.BACKWARD_INPUT for action in lane)
+            missing += [part for part in ((first_half, second) if in_halves else (backward,)) if part not in actions]
         if missing:
             raise PolylaneError(f"order.{number}: {_word(missing[0])} is missing")
 
@@ -112,18 +112,18 @@ def _check_places(lane: Sequence[Action], number: int) -> None:
 
     A whole backward pass is both of its halves at once.
     """
-    done = dict[tuple[int, ActionKind], int]()
+    progress = dict[tuple[int, ActionKind], int]()
     for action in lane:
         assert action.microbatch is not None
         for kind in _PARTS.get(action.kind, (action.kind,)):
-            place = _HALVES.index(kind)
-            before = done.get((action.stage, _HALVES[place - 1]), -1) if place else action.microbatch
-            if done.get((action.stage, kind), -1) != action.microbatch - 1 or before < action.microbatch:
+            index = _HALVES.index(kind)
+            earlier_progress = progress.get((action.stage, _HALVES[index - 1]), -1) if index else action.microbatch
+            if progress.get((action.stage, kind), -1) != action.microbatch - 1 or earlier_progress < action.microbatch:
                 raise PolylaneError(
                     f"order.{number}: {_word(action)} is out of its place: passes of a stage are in ascending order of "
                     "microbatch, and a backward pass comes after its forward pass"
                 )
-            done[action.stage, kind] = action.microbatch
+            progress[action.stage, kind] = action.microbatch
 
 
 def _word(action: Action) -> str:
@@ -142,17 +142,17 @@ def check_order_runs(lines: Sequence[str], graph: StageGraph) -> None:
     """
     waits: dict[Action, set[Action]] = {}
     lanes = parse_order(lines)
-    there = {action for lane in lanes for action in lane}
+    actions = {action for lane in lanes for action in lane}
     for lane in lanes:
-        for before, action in zip((None, *lane), lane, strict=False):
-            waits[action] = set() if before is None else {before}
+        for previous_action, action in zip((None, *lane), lane, strict=False):
+            waits[action] = set() if previous_action is None else {previous_action}
             forward = action.kind is ActionKind.FORWARD
-            others = (graph.predecessors if forward else graph.successors)[action.stage]
+            neighbours = (graph.predecessors if forward else graph.successors)[action.stage]
             if action.kind is not ActionKind.BACKWARD_WEIGHT:
                 # A neighbour's gradient comes from its backward pass, or from the first half of it.
                 kinds = (action.kind,) if forward else (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
-                each = (Action(kind, other, action.microbatch) for kind in kinds for other in others)
-                waits[action] |= {other for other in each if other in there}
+                sources = (Action(kind, stage, action.microbatch) for kind in kinds for stage in neighbours)
+                waits[action] |= {source for source in sources if source in actions}
     try:
         TopologicalSorter(waits).prepare()
     except CycleError as error:

@@ -14,17 +14,17 @@ from polylane.graph.partition import Partition
 _FORM = re.compile(r"replicate|partial|shard\((?P<dim>0|[1-9][0-9]*)\)")
 
 
-def read_pattern(given: Any) -> str:
+def read_pattern(value: Any) -> str:
     """Validate a placement as written in a plan file.
 
     Raises:
         PydanticCustomError: the value is not replicate, shard(<dim>) or partial.
     """
-    if not isinstance(given, str) or not _FORM.fullmatch(given):
+    if not isinstance(value, str) or not _FORM.fullmatch(value):
         raise PydanticCustomError(
-            "placement", "{given} is not replicate, shard(<dim>) or partial", {"given": repr(given)}
+            "placement", "{given} is not replicate, shard(<dim>) or partial", {"given": repr(value)}
         )
-    return given
+    return value
 
 
 # The placements of every stage: name of a parameter or node -> axis -> pattern.
@@ -64,7 +64,7 @@ def check_pins(stages: _Placements, partition: Partition, title: str) -> None:
         PolylaneError: an unknown tensor, one of another stage, a dimension that it does not have, or two different
             placements for a tensor on several stages; naming the plan's key.
     """
-    said: dict[tuple[str, str], tuple[int, str]] = {}
+    patterns: dict[tuple[str, str], tuple[int, str]] = {}
     for index, placements in enumerate(stages):
         for name, on_axes in placements.items():
             key = f"{title}: stages.{index}.placements.{name}"
@@ -73,9 +73,9 @@ def check_pins(stages: _Placements, partition: Partition, title: str) -> None:
                 match = _FORM.fullmatch(pattern)
                 if match is not None and match["dim"] is not None and int(match["dim"]) >= dims:
                     raise PolylaneError(f"{key}.{axis}: {pattern}, but its dimensions are {_numbered(dims)}")
-                other, before = said.setdefault((name, axis), (index, pattern))
-                if before != pattern:
-                    raise PolylaneError(f"{key}.{axis}: {pattern}, but stage {other} has {before} for it")
+                other_stage, other_pattern = patterns.setdefault((name, axis), (index, pattern))
+                if other_pattern != pattern:
+                    raise PolylaneError(f"{key}.{axis}: {pattern}, but stage {other_stage} has {other_pattern} for it")
 
 
 def _numbered(dims: int) -> str:

@@ -105,7 +105,7 @@ class Plan(StrictMapping):
     @property
     def workers(self) -> int:
         """Number of workers that train."""
-        return sum(len(self.stages[first].devices) for first in self.first_chunks)
+        return sum(len(self.stages[stage].devices) for stage in self.first_chunks)
 
     @property
     def first_chunks(self) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ class Plan(StrictMapping):
     @property
     def stage_groups(self) -> tuple[int, ...]:
         """For every stage, the number of the group of workers that has it; groups are in the order of first stages."""
-        numbers = {first: number for number, first in enumerate(self.first_chunks)}
+        numbers = {stage: number for number, stage in enumerate(self.first_chunks)}
         return tuple(numbers[self.first_chunk(stage)] for stage in range(self.pipeline))
 
     @property
@@ -158,7 +158,7 @@ class Plan(StrictMapping):
         """Return the number of ranks along an axis ("data", "sequence", "tensor") of a stage; None: of the largest."""
         if stage is not None:
             return self.stages[stage].degree(axis)
-        return max((each.degree(axis) for each in self.stages), default=1)
+        return max((pipeline_stage.degree(axis) for pipeline_stage in self.stages), default=1)
 
     def degrees(self, stage: int) -> Degrees:
         """Return the mesh of a stage."""
@@ -251,15 +251,15 @@ class Plan(StrictMapping):
     def group(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
         """Return the process group of a rank along axes: ranks of its stage that differ only along these, ascending."""
         stage, at = self._stage_and_indices(rank)
-        ways = [range(self.degree(axis, stage)) if axis in axes else (at[axis],) for axis in MESH]
-        every = (dict(zip(MESH, indices, strict=True)) for indices in itertools.product(*ways))
-        return tuple(sorted(self.rank_at(stage, each["data"], each) for each in every))
+        index_ranges = [range(self.degree(axis, stage)) if axis in axes else (at[axis],) for axis in MESH]
+        mesh_indices = (dict(zip(MESH, indices, strict=True)) for indices in itertools.product(*index_ranges))
+        return tuple(sorted(self.rank_at(stage, indices["data"], indices) for indices in mesh_indices))
 
     def ranks_along(self, rank: int, axis: str) -> tuple[int, ...]:
         """Return the ranks of the same stage that differ from ``rank`` only on one axis, by their index on it."""
-        stage, here = self._stage_and_indices(rank)
-        every = ({**here, axis: index} for index in range(self.degree(axis, stage)))
-        return tuple(self.rank_at(stage, at["data"], at) for at in every)
+        stage, indices = self._stage_and_indices(rank)
+        mesh_indices = ({**indices, axis: index} for index in range(self.degree(axis, stage)))
+        return tuple(self.rank_at(stage, at["data"], at) for at in mesh_indices)
 
     def peers(self, rank: int, stage: int, microbatch: int | None = None) -> tuple[int, ...]:
         """Return the ranks of another stage with which this one may exchange values.
@@ -272,21 +272,21 @@ class Plan(StrictMapping):
             stage: number of the other stage.
             microbatch: number of the microbatch whose values are exchanged; None: any that the rank may have.
         """
-        own, (_, replica) = self._stage_and_indices(rank)[0], self.stage_and_replica(rank)
+        own_stage, (_, replica) = self._stage_and_indices(rank)[0], self.stage_and_replica(rank)
         devices = self.stages[stage].devices
         if self.takes_turns:
             degree = self.degree("data", stage)
             # Microbatches r, r + d, ... meet all replicas whose number is r modulo the common divisor of both degrees.
-            step = math.gcd(self.degree("data", own), degree)
+            step = math.gcd(self.degree("data", own_stage), degree)
             met = range(replica % step, degree, step) if microbatch is None else (microbatch % degree,)
-            found = [self._replica_ranks(stage, each) for each in met]
-            if self.exchanges_shards(own, stage):
-                at = self._replica_ranks(own, replica).index(rank)
-                found = [ranks[at : at + 1] for ranks in found]
-            return tuple(itertools.chain(*found))
-        if self.have_same_mesh(own, stage):
+            groups = [self._replica_ranks(stage, peer_replica) for peer_replica in met]
+            if self.exchanges_shards(own_stage, stage):
+                at = self._replica_ranks(own_stage, replica).index(rank)
+                groups = [ranks[at : at + 1] for ranks in groups]
+            return tuple(itertools.chain(*groups))
+        if self.have_same_mesh(own_stage, stage):
             return (devices[self._index.places[rank][1]],)
-        if self.degree("data", own) != self.degree("data", stage):
+        if self.degree("data", own_stage) != self.degree("data", stage):
             return devices
         return self._replica_ranks(stage, replica)
 
@@ -302,8 +302,8 @@ class Plan(StrictMapping):
             name: pattern
             for stage in (self.stages if stages is None else [self.stages[s] for s in stages])
             for name, on_axes in stage.placements.items()
-            for own, pattern in on_axes.items()
-            if own == axis
+            for pinned_axis, pattern in on_axes.items()
+            if pinned_axis == axis
         }
 
     def _stage_and_indices(self, rank: int) -> tuple[int, dict[str, int]]:

@@ -33,8 +33,8 @@ def dump(plan: Plan) -> str:
         for key in ("placements", "recompute"):
             if not stage[key]:
                 del stage[key]
-    said = plan.sync.model_dump(mode="json", exclude_defaults=True)
-    data["sync"] = {"kind": plan.sync.kind, **({} if plan.sync.has_servers else {"every": plan.sync.every}), **said}
+    sync = plan.sync.model_dump(mode="json", exclude_defaults=True)
+    data["sync"] = {"kind": plan.sync.kind, **({} if plan.sync.has_servers else {"every": plan.sync.every}), **sync}
     return dump_yaml(data)
 
 
@@ -68,15 +68,15 @@ def _validate(data: dict[Any, Any], path: str) -> Plan:
     try:
         return Plan.model_validate(data, context={"file": path})
     except pydantic.ValidationError as error:
-        first = first_error(error)
-        if first["loc"][0] == "polylane":
+        details = first_error(error)
+        if details["loc"][0] == "polylane":
             raise PolylaneError(
-                f"plan {path}: polylane: {format_value(first['input'])} is a form that this version cannot read"
+                f"plan {path}: polylane: {format_value(details['input'])} is a form that this version cannot read"
             ) from error
-        raise PolylaneError(f"plan {path}: {error_sentence(first, _FORM, data)}") from error
+        raise PolylaneError(f"plan {path}: {error_sentence(details, _FORM, data)}") from error
 
 
-def _keys(place: Sequence[int | str]) -> list[str]:
+def _keys(location: Sequence[int | str]) -> list[str]:
     """Return the keys that a mapping at a place of a plan file may have, for suggestions in errors."""
     models: dict[str, type[StrictMapping]] = {
         "graph": Fingerprint,
@@ -84,7 +84,7 @@ def _keys(place: Sequence[int | str]) -> list[str]:
         "sync": SyncOptions,
         "slow": Straggler,
     }
-    return list((models[str(place[0])] if place else Plan).model_fields)
+    return list((models[str(location[0])] if location else Plan).model_fields)
 
 
 _FORM = FileForm("a plan", _keys)

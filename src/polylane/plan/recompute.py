@@ -27,25 +27,25 @@ _MODULES = "or one of these for each module, as in {example}"
 _IN_LINE = re.compile(r"(?P<module>[^:].*?):(?P<mode>none|selective|full|budget:.+)")
 
 
-def read_recompute(given: Any) -> str | dict[str, str]:
+def read_recompute(value: Any) -> str | dict[str, str]:
     """Validate what a plan file says of recomputation: a mode or a budget, or a mapping of module paths to these.
 
     Raises:
         PydanticCustomError: it is neither.
     """
-    if is_mode(given):
-        return given
-    if not isinstance(given, Mapping) or not given:
-        wanted = f"{WANTED}, {_MODULES.format(example='{blocks.3: full}')}"
-        raise PydanticCustomError("recompute", "{why}", {"why": f"{wanted}, not {format_value(given)}"})
-    for module, mode in given.items():
+    if is_mode(value):
+        return value
+    if not isinstance(value, Mapping) or not value:
+        requirement = f"{WANTED}, {_MODULES.format(example='{blocks.3: full}')}"
+        raise PydanticCustomError("recompute", "{why}", {"why": f"{requirement}, not {format_value(value)}"})
+    for module, mode in value.items():
         if not isinstance(module, str):
             why = f"{module} must be a name, in quotes where it reads like a number ('{module}')"
             raise PydanticCustomError("recompute", "{why}", {"why": why})
         if not is_mode(mode):
             why = f"{module} {WANTED}, not {format_value(mode)}"
             raise PydanticCustomError("recompute", "{why}", {"why": why})
-    return _simplify(given)
+    return _simplify(value)
 
 
 def parse_recompute(text: str) -> str | dict[str, str]:
@@ -56,16 +56,16 @@ def parse_recompute(text: str) -> str | dict[str, str]:
     """
     if is_mode(text):
         return text
-    found = dict[str, str]()
+    modes = dict[str, str]()
     for piece in text.split("+"):
         match = _IN_LINE.fullmatch(piece.strip())
         if match is None or not is_mode(match["mode"]):
             shown = text if len(text) <= 80 else f"{text[:80]}…"
             raise PolylaneError(f"recompute={shown} {WANTED}, {_MODULES.format(example='blocks.3:full+default:none')}")
-        if match["module"] in found:
+        if match["module"] in modes:
             raise PolylaneError(f"recompute={text} names {match['module']} twice: keep one")
-        found[match["module"]] = match["mode"]
-    return _simplify(found)
+        modes[match["module"]] = match["mode"]
+    return _simplify(modes)
 
 
 def format_recompute(rule: RecomputeRule) -> str:
@@ -73,17 +73,17 @@ def format_recompute(rule: RecomputeRule) -> str:
     return rule if isinstance(rule, str) else "+".join(f"{module}:{mode}" for module, mode in rule.items())
 
 
-def is_mode(given: object) -> TypeGuard[str]:
+def is_mode(value: object) -> TypeGuard[str]:
     """Return whether a value is one of :data:`MODES`, or a budget."""
-    return isinstance(given, str) and (given in MODES or budget_bytes(given) is not None)
+    return isinstance(value, str) and (value in MODES or budget_bytes(value) is not None)
 
 
 def budget_bytes(text: str) -> float | None:
     """Return the bytes that a microbatch may keep from its forward to its backward pass; None without a budget."""
     if not text.startswith(BUDGET):
         return None
-    found = figure(text.removeprefix(BUDGET))
-    return found[0] if found is not None and found[1] in ("size", None) and found[0] > 0 else None
+    quantity = figure(text.removeprefix(BUDGET))
+    return quantity[0] if quantity is not None and quantity[1] in ("size", None) and quantity[0] > 0 else None
 
 
 def has_budget(rule: RecomputeRule) -> bool:
@@ -106,13 +106,13 @@ def nodes_by_key(rule: Mapping[str, str], nodes: Iterable[Node]) -> dict[str, se
         rule: modes by module path; what no key names is under :data:`DEFAULT`.
         nodes: the nodes of a stage.
     """
-    found = dict[str, set[str]]()
+    names = dict[str, set[str]]()
     for node in nodes:
         path = node.module
         while path and path not in rule:
             path = path.rpartition(".")[0]
-        found.setdefault(path or DEFAULT, set()).add(node.name)
-    return found
+        names.setdefault(path or DEFAULT, set()).add(node.name)
+    return names
 
 
 def _simplify(modes: Mapping[str, str]) -> str | dict[str, str]:

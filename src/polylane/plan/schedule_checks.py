@@ -10,30 +10,30 @@ from polylane.schedule.round_robin import WARM_UPS
 from polylane.schedule.schedules import ASYNCHRONOUS, FOUND, assign_stages
 
 
-def check_chunks(title: str, schedule: str, given: Sequence[int], first_chunks: Sequence[int]) -> None:
+def check_chunks(title: str, schedule: str, groups: Sequence[int], first_chunks: Sequence[int]) -> None:
     """Refuse stages on other workers than the schedule gives them to.
 
     Args:
         title: what errors call the plan.
         schedule: name of the plan's schedule.
-        given: the group of workers that has each stage, from 0.
+        groups: the group of workers that has each stage, from 0.
         first_chunks: the first stage of every group.
 
     Raises:
         PolylaneError: it names the first stage that is on other workers.
     """
-    chunks, left = divmod(len(given), len(first_chunks))
+    chunks, remainder = divmod(len(groups), len(first_chunks))
     try:
-        wanted = None if left else assign_stages(schedule, len(first_chunks), chunks)
+        assignment = None if remainder else assign_stages(schedule, len(first_chunks), chunks)
     except ValueError as error:
         raise PolylaneError(f"{title}: stages: {error}") from None
-    if given != wanted:
-        stage = 0 if wanted is None else next(s for s in range(len(given)) if given[s] != wanted[s])
+    if groups != assignment:
+        stage = 0 if assignment is None else next(s for s in range(len(groups)) if groups[s] != assignment[s])
         why = (
-            f"{len(given)} stages on {len(first_chunks)} groups of workers, some with more than others"
-            if wanted is None
-            else f"stage {stage} is on the workers of stage {first_chunks[given[stage]]}, and the schedule {schedule} "
-            f"has it on those of stage {first_chunks[wanted[stage]]}"
+            f"{len(groups)} stages on {len(first_chunks)} groups of workers, some with more than others"
+            if assignment is None
+            else f"stage {stage} is on the workers of stage {first_chunks[groups[stage]]}, and the schedule {schedule} "
+            f"has it on those of stage {first_chunks[assignment[stage]]}"
         )
         raise PolylaneError(f"{title}: stages: {why}")
 
@@ -50,32 +50,32 @@ def check_turns(title: str, replicas: Sequence[int], schedule: str, microbatches
         PolylaneError: a replica without a microbatch, a synchronization inside of passes, or a schedule that needs as
             many replicas of every stage.
     """
-    what, most = f"{title}: replicas: round-robin", max(replicas)
-    if microbatches < most:
+    label, count = f"{title}: replicas: round-robin", max(replicas)
+    if microbatches < count:
         raise PolylaneError(
-            f"{what}: {most} replicas cannot compute microbatches: {microbatches} in turn: give {most} or more, or "
+            f"{label}: {count} replicas cannot compute microbatches: {microbatches} in turn: give {count} or more, or "
             "take replicas: split"
         )
-    check_plain_sum(what, sync)
+    check_plain_sum(label, sync)
     if schedule == FOUND:
-        raise PolylaneError(f"{what} needs a named schedule: {schedule} finds orders for replicas that do the same")
+        raise PolylaneError(f"{label} needs a named schedule: {schedule} finds orders for replicas that do the same")
     if len(set(replicas)) > 1 and schedule not in WARM_UPS:
         raise PolylaneError(
-            f"{what}: schedule: {schedule} needs as many replicas of every stage: give all the same data, or take one "
+            f"{label}: schedule: {schedule} needs as many replicas of every stage: give all the same data, or take one "
             f"of {', '.join(WARM_UPS)}"
         )
-    if schedule in ASYNCHRONOUS and microbatches % most:
+    if schedule in ASYNCHRONOUS and microbatches % count:
         raise PolylaneError(
-            f"{what}: under schedule: {schedule} replicas have as many microbatches of every update each: "
-            f"microbatches: {microbatches} is no multiple of data={most}"
+            f"{label}: under schedule: {schedule} replicas have as many microbatches of every update each: "
+            f"microbatches: {microbatches} is no multiple of data={count}"
         )
 
 
-def check_plain_sum(what: str, sync: SyncOptions) -> None:
+def check_plain_sum(label: str, sync: SyncOptions) -> None:
     """Refuse replicas in turn that do anything but sum their gradients.
 
     Args:
-        what: what errors begin with: the plan's key.
+        label: what errors begin with: the plan's key.
         sync: how the replicas synchronize.
 
     Raises:
@@ -83,7 +83,7 @@ def check_plain_sum(what: str, sync: SyncOptions) -> None:
     """
     if not sync.is_plain_sum:
         raise PolylaneError(
-            f"{what}: sync ({','.join(sync.to_words())}) is for replicas that split every microbatch: leave sync out, "
+            f"{label}: sync ({','.join(sync.to_words())}) is for replicas that split every microbatch: leave sync out, "
             "or take replicas: split"
         )
 
@@ -120,10 +120,10 @@ def check_accumulation(title: str, stages: int, microbatches: int, turns: int) -
         PolylaneError: an update would come after the first forward pass that needs it.
     """
     if turns < stages - 1:
-        least = (stages - 1) * -(-microbatches // turns)
+        min_microbatches = (stages - 1) * -(-microbatches // turns)
         raise PolylaneError(
             f"{title}: microbatches: {microbatches}: schedule: pipedream-2bw of {stages} stages needs at least "
-            f"{least}, so that an update is there when the next batch but one begins"
+            f"{min_microbatches}, so that an update is there when the next batch but one begins"
         )
 
 

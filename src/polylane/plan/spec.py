@@ -113,8 +113,8 @@ class Spec:
     def __post_init__(self) -> None:
         if self.stages:
             self._follow_stages()
-        each = {axis: getattr(self, axis) for axis in DEGREES}
-        degrees = [f"{axis}={_shorten(n)}" for axis, n in each.items() if n > 1]
+        sizes = {axis: getattr(self, axis) for axis in DEGREES}
+        degrees = [f"{axis}={_shorten(n)}" for axis, n in sizes.items() if n > 1]
         check_workers(self.workers, format_degrees(self.stages) if self.stages else degrees)
         if self.chunks > 1 and self.pipeline == 1:
             raise PolylaneError(
@@ -130,12 +130,12 @@ class Spec:
     def _follow_stages(self) -> None:
         # A degree beside meshes must be 1, the default, or the one that follows; the dataclass is frozen, so it is set
         # through object.
-        most = {axis: max(getattr(mesh, axis) for mesh in self.stages) for axis in Degrees._fields}
-        for axis, n in {**most, "pipeline": len(self.stages)}.items():
-            given = getattr(self, axis)
-            if given not in (1, n):
-                others = f"{n} stages" if axis == "pipeline" else f"stages of which the most have {axis}={n}"
-                raise PolylaneError(f"{axis}={given} is given beside {others}: say it in the stages alone")
+        max_degrees = {axis: max(getattr(mesh, axis) for mesh in self.stages) for axis in Degrees._fields}
+        for axis, n in {**max_degrees, "pipeline": len(self.stages)}.items():
+            degree = getattr(self, axis)
+            if degree not in (1, n):
+                conflict = f"{n} stages" if axis == "pipeline" else f"stages of which the most have {axis}={n}"
+                raise PolylaneError(f"{axis}={degree} is given beside {conflict}: say it in the stages alone")
             object.__setattr__(self, axis, n)
         # Equal meshes are the same plan as plain degrees: one form, so that equal plans compare equal.
         if len(set(self.stages)) == 1:
@@ -216,8 +216,8 @@ def default_microbatches(spec: Spec, batch: int) -> int:
     if spec.microbatches is not None:
         return spec.microbatches
     if spec.replicas == TURNS:
-        each = 1 if spec.pipeline == 1 or spec.schedule == "pipedream" else 4 * spec.pipeline
-        return spec.data * max(1, min(each, batch // spec.data))
+        turns = 1 if spec.pipeline == 1 or spec.schedule == "pipedream" else 4 * spec.pipeline
+        return spec.data * max(1, min(turns, batch // spec.data))
     if spec.schedule == "pipedream":
         return 1
     return 1 if spec.pipeline == 1 else max(1, min(4 * spec.pipeline, batch // spec.data))
@@ -237,28 +237,28 @@ def parse(text: str) -> Spec:
 
 def _parse_line(text: str) -> Spec:
     opened = text.strip().startswith("[")
-    inside, closed, rest = text.strip()[1:].partition("]") if opened else ("", "", text)
-    if opened and (not closed or rest.strip()[:1] not in ("", ",")):
+    mesh_text, closed, remainder = text.strip()[1:].partition("]") if opened else ("", "", text)
+    if opened and (not closed or remainder.strip()[:1] not in ("", ",")):
         raise PolylaneError("meshes of stages are written [data=2 | tensor=2 | 1], and then a comma and the rest")
-    given = split_pairs(_pieces(rest), _KEYS, "data=2,pipeline=2")
-    if beside := next((key for key in given if opened and key in DEGREES), None):
-        raise PolylaneError(f"{beside} is given beside the stages' own meshes: say it inside the brackets")
-    if not given and not opened:
+    options = split_pairs(_pieces(remainder), _KEYS, "data=2,pipeline=2")
+    if degree_key := next((key for key in options if opened and key in DEGREES), None):
+        raise PolylaneError(f"{degree_key} is given beside the stages' own meshes: say it inside the brackets")
+    if not options and not opened:
         raise PolylaneError("nothing is said: give degrees, as in data=2,pipeline=2, or data=1 for one worker")
-    schedule, precision = given.get("schedule"), given.get("precision", "float32")
+    schedule, precision = options.get("schedule"), options.get("precision", "float32")
     if schedule is not None and schedule not in RUNNABLE:
         raise PolylaneError(f"schedule={_shorten(schedule)} is not known, known are {', '.join(RUNNABLE)}")
     if precision not in PRECISIONS:
         raise PolylaneError(f"precision={_shorten(precision)} is not known, known are {', '.join(PRECISIONS)}")
-    replicas = given.get("replicas", SPLIT)
+    replicas = options.get("replicas", SPLIT)
     if replicas not in REPLICAS:
         raise PolylaneError(f"replicas={_shorten(replicas)} is not known, known are {', '.join(REPLICAS)}")
-    counts = {key: parse_count(key, given[key]) for key in _COUNTS if key in given}
+    counts = {key: parse_count(key, options[key]) for key in _COUNTS if key in options}
     microbatches = counts.pop("microbatches", None)
-    sync = syncs.parse_sync({key: given[key] for key in syncs.KEYS if key in given})
-    slow = tuple(stragglers.parse_stragglers(given["slow"]).items()) if "slow" in given else ()
-    per_sample = _parse_paths(given["per_sample"]) if "per_sample" in given else ()
-    stages = [_parse_mesh(stage, number) for number, stage in enumerate(inside.split("|"))] if opened else []
+    sync = syncs.parse_sync({key: options[key] for key in syncs.KEYS if key in options})
+    slow = tuple(stragglers.parse_stragglers(options["slow"]).items()) if "slow" in options else ()
+    per_sample = _parse_paths(options["per_sample"]) if "per_sample" in options else ()
+    stages = [_parse_mesh(stage, number) for number, stage in enumerate(mesh_text.split("|"))] if opened else []
     # Chunks without a schedule are those of 1F1B, interleaved; a schedule that has chunks has them unasked.
     schedule = schedule or ("interleaved" if counts.get("chunks", 1) > 1 else "1f1b")
     pipeline = len(stages) or counts.get("pipeline", 1)
@@ -268,15 +268,15 @@ def _parse_line(text: str) -> Spec:
         chunks=chunks,
         schedule=schedule,
         replicas=replicas,
-        vertical_sync=parse_switch("vertical_sync", given.get("vertical_sync", "no")),
+        vertical_sync=parse_switch("vertical_sync", options.get("vertical_sync", "no")),
         microbatches=microbatches,
         precision=precision,
         stages=tuple(stages),
         sync=sync,
         slow=slow,
         per_sample=per_sample,
-        recompute=parse_recompute(given.get("recompute", NONE)),
-        compile=parse_switch("compile", given.get("compile", "no")),
+        recompute=parse_recompute(options.get("recompute", NONE)),
+        compile=parse_switch("compile", options.get("compile", "no")),
     )
 
 
@@ -311,10 +311,10 @@ def _parse_mesh(text: str, stage: int) -> Degrees:
     if not text.strip():
         raise PolylaneError(f"stage {stage} has no mesh: write 1 for one worker")
     try:
-        given = split_pairs(_pieces(text), Degrees._fields, "data=2") if text.strip() != "1" else {}
+        degrees = split_pairs(_pieces(text), Degrees._fields, "data=2") if text.strip() != "1" else {}
     except PolylaneError as error:
         raise PolylaneError(f"stage {stage}: {error}; a stage that is one worker is 1") from None
-    return Degrees(**{key: parse_count(key, value) for key, value in given.items()})
+    return Degrees(**{key: parse_count(key, value) for key, value in degrees.items()})
 
 
 def _pieces(text: str) -> list[str]:
@@ -336,7 +336,7 @@ def parse_count(key: str, value: str) -> int:
     return int(value)
 
 
-def _shorten(given: str | int, most: int = 80) -> str:
+def _shorten(value: str | int, max_length: int = 80) -> str:
     """Shorten what the user gave, for a sentence."""
-    text = str(given)
-    return text if len(text) <= most else f"{text[:most]}…"
+    text = str(value)
+    return text if len(text) <= max_length else f"{text[:max_length]}…"

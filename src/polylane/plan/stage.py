@@ -32,8 +32,8 @@ class Fingerprint(StrictMapping):
 
 def _in_pairs(nodes: tuple[str, ...]) -> tuple[str, ...]:
     if not nodes or len(nodes) % 2:
-        wanted = "there must be two names, the first node or module and the last (of every piece), not {n}"
-        raise PydanticCustomError("pairs", wanted, {"n": len(nodes)})
+        message = "there must be two names, the first node or module and the last (of every piece), not {n}"
+        raise PydanticCustomError("pairs", message, {"n": len(nodes)})
     return nodes
 
 
@@ -93,11 +93,11 @@ def index_stages(stages: tuple[Stage, ...]) -> StageIndex:
     """Return where the ranks and the chunks of stages are."""
     places, first_chunk, chunks = dict[int, tuple[int, int]](), list[int](), dict[int, tuple[int, ...]]()
     for number, stage in enumerate(stages):
-        first = places[stage.devices[0]][0] if stage.devices and stage.devices[0] in places else number
-        if first == number:
+        first_number = places[stage.devices[0]][0] if stage.devices and stage.devices[0] in places else number
+        if first_number == number:
             places |= {rank: (number, position) for position, rank in enumerate(stage.devices)}
-        first_chunk.append(first)
-        chunks[first] = (*chunks.get(first, ()), number)
+        first_chunk.append(first_number)
+        chunks[first_number] = (*chunks.get(first_number, ()), number)
     meshes = tuple({axis: stage.degree(axis) for axis in MESH} for stage in stages)
     return StageIndex(stages, places, meshes, tuple(first_chunk), chunks)
 
@@ -114,28 +114,28 @@ def check_devices(stages: tuple[Stage, ...], title: str, may_share: bool) -> Non
         PolylaneError: a rank is named twice, or left out.
     """
     first_chunk = index_stages(stages).first_chunk
-    seen: dict[int, int] = {}
+    stage_of: dict[int, int] = {}
     for index, stage in enumerate(stages):
-        first = stages[first_chunk[index]]
-        same_mesh = all(first.degree(axis) == stage.degree(axis) for axis in MESH)
-        if may_share and first is not stage and first.devices == stage.devices and same_mesh:
+        first_stage = stages[first_chunk[index]]
+        same_mesh = all(first_stage.degree(axis) == stage.degree(axis) for axis in MESH)
+        if may_share and first_stage is not stage and first_stage.devices == stage.devices and same_mesh:
             continue  # a further chunk of the same workers
         for device in stage.devices:
-            if device in seen:
-                where = (
+            if device in stage_of:
+                problem = (
                     f"stages.{index}.devices names {device} twice"
-                    if seen[device] == index
-                    else f"device {device} is on stages {seen[device]} and {index}"
+                    if stage_of[device] == index
+                    else f"device {device} is on stages {stage_of[device]} and {index}"
                 )
                 chunks = "; stages that share workers have the same devices, in the same order, and the same mesh"
                 several = chunks if may_share else ""
-                raise PolylaneError(f"{title}: {where}: every worker has one place{several}")
-            seen[device] = index
+                raise PolylaneError(f"{title}: {problem}: every worker has one place{several}")
+            stage_of[device] = index
     # All different, so they are 0 to most if and only if none of these is missing.
-    most = len(seen) - 1
-    missing = next((device for device in range(len(seen)) if device not in seen), None)
+    max_device = len(stage_of) - 1
+    missing = next((device for device in range(len(stage_of)) if device not in stage_of), None)
     if missing is not None:
-        other = next(device for device in seen if not 0 <= device <= most)
+        outlier = next(device for device in stage_of if not 0 <= device <= max_device)
         raise PolylaneError(
-            f"{title}: devices must be numbered from 0 to {most}: {other} is there, but {missing} is not"
+            f"{title}: devices must be numbered from 0 to {max_device}: {outlier} is there, but {missing} is not"
         )

@@ -40,25 +40,25 @@ def parse_stragglers(text: str) -> dict[int, Straggler]:
     Raises:
         PolylaneError: the text is not of that form, or names a rank twice.
     """
-    found = dict[int, Straggler]()
-    for each in text.split("+"):
-        rank, colon, rest = each.partition(":")
-        times, at, every = rest.partition("@")
+    stragglers = dict[int, Straggler]()
+    for piece in text.split("+"):
+        rank, colon, slowness = piece.partition(":")
+        times, at, period = slowness.partition("@")
         try:
-            if not colon or not rank.isdecimal() or (at and not every.isdecimal()):
-                raise ValueError(each)
-            if int(rank) in found:
+            if not colon or not rank.isdecimal() or (at and not period.isdecimal()):
+                raise ValueError(piece)
+            if int(rank) in stragglers:
                 raise PolylaneError(f"slow={text[:60]} names rank {int(rank)} twice")
-            found[int(rank)] = Straggler(times=float(times), every=int(every) if at else 1)
+            stragglers[int(rank)] = Straggler(times=float(times), every=int(period) if at else 1)
         except ValueError as error:  # pydantic's own is one
             raise PolylaneError(
                 f"slow={text[:60]} must be RANK:TIMES, as in 1:2.5 (times of at least 1), or RANK:TIMES@STEPS: in one "
                 "of so many steps"
             ) from error
-    return found
+    return stragglers
 
 
 def straggler_words(slow: dict[int, Straggler]) -> list[str]:
     """Format stragglers as a word of a plan in one line; no word if there are none."""
-    each = [f"{rank}:{s.times:g}" + (f"@{s.every}" if s.every > 1 else "") for rank, s in slow.items()]
-    return ["slow=" + "+".join(each)] if each else []
+    pieces = [f"{rank}:{s.times:g}" + (f"@{s.every}" if s.every > 1 else "") for rank, s in slow.items()]
+    return ["slow=" + "+".join(pieces)] if pieces else []

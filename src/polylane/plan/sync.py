@@ -147,19 +147,19 @@ class SyncOptions(StrictMapping):
             # model_copy would not validate.
             return SyncOptions.model_validate({**self.model_dump(), **values})
         except pydantic.ValidationError as error:
-            first = error.errors()[0]
-            key = str(first["loc"][0]) if first["loc"] else ""
-            given = f"{key} {values.get(key)!r} must be {_WANTED[key]}" if key in _WANTED else first["msg"]
-            raise PolylaneError(given) from error
+            details = error.errors()[0]
+            key = str(details["loc"][0]) if details["loc"] else ""
+            message = f"{key} {values.get(key)!r} must be {_WANTED[key]}" if key in _WANTED else details["msg"]
+            raise PolylaneError(message) from error
 
     def to_words(self) -> list[str]:
         """Format the options as words of a plan in one line; no words for the plain sum of gradients."""
-        found = []
+        words = []
         for key, value in self:
             if value == type(self).model_fields[key].default or key in ("kind", "servers"):
                 continue
-            found.append(f"{key}={_format_word(value)}")
-        return [f"servers={self.server_count}", *found] if self.has_servers else found
+            words.append(f"{key}={_format_word(value)}")
+        return [f"servers={self.server_count}", *words] if self.has_servers else words
 
 
 def _format_word(value: Any) -> str:
@@ -195,10 +195,10 @@ def _find_contradiction(sync: SyncOptions) -> str | None:
         return f"shard: {sync.shard} needs replicas that are alike, and every: {sync.every} lets them differ"
     if sync.compress is not None and sync.wire != "same":
         return f"wire: {sync.wire} and compress exclude each other: leave one of them out"
-    made = "compress" if sync.compress is not None else "wire" if sync.wire != "same" else None
-    if made is not None and (sync.shard != "none" or sync.every > 1):
-        other = f"shard: {sync.shard}" if sync.shard != "none" else f"every: {sync.every}"
-        return f"{made} is for gradients that are summed whole in every step, and {other} does not do that"
+    option = "compress" if sync.compress is not None else "wire" if sync.wire != "same" else None
+    if option is not None and (sync.shard != "none" or sync.every > 1):
+        conflict = f"shard: {sync.shard}" if sync.shard != "none" else f"every: {sync.every}"
+        return f"{option} is for gradients that are summed whole in every step, and {conflict} does not do that"
     return None
 
 
@@ -221,24 +221,24 @@ SUM = SyncOptions()
 KEYS = ("every", "warmup", "outer", "shard", "within", "wire", "compress", "servers", "dedicated", "staleness")
 
 
-def parse_sync(given: Mapping[str, str]) -> SyncOptions:
+def parse_sync(texts: Mapping[str, str]) -> SyncOptions:
     """Parse the words of a plan in one line that belong to sync, given by key.
 
     Raises:
         PolylaneError: a value is not one that its key takes, or two keys exclude each other.
     """
-    values: dict[str, Any] = {key: _parse_value(key, text) for key, text in given.items()}
+    values: dict[str, Any] = {key: _parse_value(key, text) for key, text in texts.items()}
     # In one line the word servers alone selects parameter servers; there is no word kind.
     if "servers" in values:
         values["kind"] = "parameter_server"
     try:
         return SyncOptions.model_validate(values)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        if not first["loc"]:
-            raise PolylaneError(first["msg"].replace("kind: parameter_server", "servers=n")) from error
-        key = str(first["loc"][0])
-        raise PolylaneError(f"{key}={given.get(key, '')} must be {_WANTED[key]}") from error
+        details = error.errors()[0]
+        if not details["loc"]:
+            raise PolylaneError(details["msg"].replace("kind: parameter_server", "servers=n")) from error
+        key = str(details["loc"][0])
+        raise PolylaneError(f"{key}={texts.get(key, '')} must be {_WANTED[key]}") from error
 
 
 _WANTED = {
@@ -263,11 +263,11 @@ def _parse_value(key: str, text: str) -> Any:
             return {"rate": _parse_number(key, text)}
         return {"rate": _parse_number(key, rate), "momentum": _parse_number(key, momentum)}
     if key == "compress":
-        kind, *rest = text.split(":")
+        kind, *values = text.split(":")
         names = {"powersgd": ("rank", "start"), "top_k": ("fraction",)}.get(kind, ())
-        if len(rest) > len(names):
+        if len(values) > len(names):
             return text
-        return {"kind": kind, **{name: _parse_number(key, each) for name, each in zip(names, rest, strict=False)}}
+        return {"kind": kind, **{name: _parse_number(key, value) for name, value in zip(names, values, strict=False)}}
     if key == "dedicated":
         return {"yes": True, "no": False}.get(text, text)
     return _parse_number(key, text)

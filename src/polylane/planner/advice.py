@@ -108,14 +108,14 @@ def compare_schedules(best: RankedPlan) -> ScheduleAdvice | None:
     seconds = best.prediction.seconds
     lacking = tuple((describe_schedule(t.option), t.missing_bytes) for t in best.trials if t.missing_bytes)
     # Only a simulated time is said.
-    other = min((t for t in best.trials if t.is_simulated), key=lambda t: penalize(t.seconds, t.option), default=None)
+    rival = min((t for t in best.trials if t.is_simulated), key=lambda t: penalize(t.seconds, t.option), default=None)
     plain = next((t.seconds / seconds for t in best.trials if t.option == PLAIN_SCHEDULE), None)
     return ScheduleAdvice(
         describe_schedule(best.candidate.option),
         best.prediction.bubble,
-        "" if other is None else describe_schedule(other.option),
-        None if other is None else other.seconds / seconds,
-        None if other is None or other.option == PLAIN_SCHEDULE else plain,
+        "" if rival is None else describe_schedule(rival.option),
+        None if rival is None else rival.seconds / seconds,
+        None if rival is None or rival.option == PLAIN_SCHEDULE else plain,
         lacking,
     )
 
@@ -134,20 +134,20 @@ def step_shares(prediction: Prediction) -> tuple[StepShare, ...]:
     # The busiest lane is the bottleneck; its waits inside passes are reported separately from exposed messages.
     lane = max(range(timeline.ranks), key=lambda rank: timeline.busy()[rank])
     stage = prediction.plan.stage_and_replica(prediction.lanes[lane])[0]
-    own, microbatches = prediction.stages[stage], prediction.plan.turns(stage)
-    waits = microbatches * own.collective_seconds
+    stage_cost, microbatches = prediction.stages[stage], prediction.plan.turns(stage)
+    waits = microbatches * stage_cost.collective_seconds
     exposed = max(0.0, timeline.exposed_communication()[lane] - waits)
-    issuing = microbatches * own.passes.stalled
-    found = {
-        "computing": timeline.busy()[lane] - own.update_seconds - issuing,
+    issuing = microbatches * stage_cost.passes.stalled
+    seconds = {
+        "computing": timeline.busy()[lane] - stage_cost.update_seconds - issuing,
         ISSUING: issuing,
         "collectives of split operators": waits,
         "gradients and messages that nothing hides": exposed,
         "waiting for other stages": max(0.0, timeline.idle()[lane] - prediction.overlap),
-        "the optimizer": own.update_seconds,
+        "the optimizer": stage_cost.update_seconds,
     }
     return tuple(
-        StepShare(n, s / step) for n, s in sorted(found.items(), key=lambda item: -item[1]) if s > 0.005 * step
+        StepShare(n, s / step) for n, s in sorted(seconds.items(), key=lambda item: -item[1]) if s > 0.005 * step
     )
 
 
@@ -174,13 +174,13 @@ def describe_candidate(candidate: RatedPlan) -> str:
 
 
 def _compare_families(answer: SearchResult, best: RankedPlan) -> list[tuple[str, str, float]]:
-    found: dict[str, RatedPlan] = {}
+    families: dict[str, RatedPlan] = {}
     for candidate in answer.fitting_candidates:
-        found.setdefault(plan_family(candidate), candidate)
+        families.setdefault(plan_family(candidate), candidate)
     # The best plan's own family is no alternative; a single device is reported separately.
-    found.pop(plan_family(best.candidate), None)
-    found.pop("one device", None)
-    order = sorted(found.items(), key=lambda item: item[1].seconds)
+    families.pop(plan_family(best.candidate), None)
+    families.pop("one device", None)
+    order = sorted(families.items(), key=lambda item: item[1].seconds)
     return [(name, describe_candidate(c), c.seconds / best.candidate.seconds) for name, c in order]
 
 
@@ -192,20 +192,20 @@ def _single_device_factor(answer: SearchResult, best: RankedPlan) -> float | Non
 def _find_improvements(answer: SearchResult, best: RankedPlan) -> list[Improvement]:
     """Search again with twice the bandwidth, memory or batch, by estimate only, and return what speeds up the step."""
     estimates, wish = answer.estimates, answer.wish
-    cluster, found = estimates.basis.cluster, list[Improvement]()
-    now = best.candidate.seconds / estimates.batch
+    cluster, gains = estimates.basis.cluster, list[Improvement]()
+    pace = best.candidate.seconds / estimates.batch
 
-    def tried(change: str, other: CurveCache, wanted: SearchRequest) -> None:
-        candidates = search(other, replace(wanted, plan_count=1), finalists=0).fitting_candidates
+    def tried(change: str, curves: CurveCache, request: SearchRequest) -> None:
+        candidates = search(curves, replace(request, plan_count=1), finalists=0).fitting_candidates
         if candidates:
-            first = candidates[0]
-            found.append(Improvement(change, now / (first.seconds / other.batch), describe_candidate(first)))
+            fastest = candidates[0]
+            gains.append(Improvement(change, pace / (fastest.seconds / curves.batch), describe_candidate(fastest)))
 
     if cluster.count > 1:
         tried("links twice as fast", estimates.on_cluster(with_faster_links(cluster, 2.0)), wish)
     tried("twice the memory", estimates, replace(wish, memory_limit=2 * wish.memory_limit))
     tried("twice the batch", CurveCache(estimates.basis, 2 * estimates.batch, estimates.staying, estimates.sync), wish)
-    return sorted((h for h in found if h.faster > 1 + WORTH), key=lambda h: -h.faster)
+    return sorted((h for h in gains if h.faster > 1 + WORTH), key=lambda h: -h.faster)
 
 
 def with_faster_links(cluster: Cluster, factor: float) -> Cluster:
@@ -215,8 +215,8 @@ def with_faster_links(cluster: Cluster, factor: float) -> Cluster:
         if link is None:
             return None
         total = None if link.total is None else link.total * factor
-        own = None if link.local is None else link.local * factor
-        return link.model_copy(update={"bandwidth": link.bandwidth * factor, "total": total, "local": own})
+        local = None if link.local is None else link.local * factor
+        return link.model_copy(update={"bandwidth": link.bandwidth * factor, "total": total, "local": local})
 
     hosts = tuple(group.model_copy(update={"link": better(group.link)}) for group in cluster.hosts)
     links = cluster.links
@@ -232,18 +232,18 @@ def with_more_hosts(cluster: Cluster, factor: int) -> Cluster:
     return Cluster(hosts, cluster.links.model_copy(update={"hosts": between}), cluster.speeds)
 
 
-def devices_needed(answer: SearchResult, most: int) -> int | None:
-    """Return how many such devices would have the memory, in powers of two; None if even ``most`` have not."""
+def devices_needed(answer: SearchResult, max_devices: int) -> int | None:
+    """Return how many such devices would have the memory, in powers of two; None if even ``max_devices`` have not."""
     estimates, wish = answer.estimates, answer.wish
     cluster, factor = estimates.basis.cluster, 2
     if (
         estimates.footprint.available_bytes(wish.memory_limit) <= 0
     ):  # what a worker takes beyond its tensors is too much
         return None
-    while cluster.count * factor <= most:
+    while cluster.count * factor <= max_devices:
         workers = max(wish.workers) * factor
-        more = estimates.on_cluster(with_more_hosts(cluster, factor))
-        if search(more, replace(wish, workers=(workers,)), finalists=0).fitting_candidates:
+        curves = estimates.on_cluster(with_more_hosts(cluster, factor))
+        if search(curves, replace(wish, workers=(workers,)), finalists=0).fitting_candidates:
             return workers
         factor *= 2
     return None
@@ -255,12 +255,12 @@ def _explain_single_device(advice: Advice) -> str:
     return "what they would send each other takes longer than it saves"
 
 
-def _explain_schedule(found: ScheduleAdvice, show_bytes: Callable[[float], str]) -> str:
-    words = f"Schedule {found.name}, under which workers wait {found.bubble:.0%} of a step"
-    if found.runner_up:
-        words += f"; with {found.runner_up} it would take {found.runner_up_times:.2f} times as long"
-        words += f", with 1f1b about {found.plain_times:.2f}" if found.plain_times is not None else ""
-    lacking = " and ".join(f"{name} needs {show_bytes(lack)} more memory" for name, lack in found.not_fitting[:2])
+def _explain_schedule(schedule: ScheduleAdvice, show_bytes: Callable[[float], str]) -> str:
+    words = f"Schedule {schedule.name}, under which workers wait {schedule.bubble:.0%} of a step"
+    if schedule.runner_up:
+        words += f"; with {schedule.runner_up} it would take {schedule.runner_up_times:.2f} times as long"
+        words += f", with 1f1b about {schedule.plain_times:.2f}" if schedule.plain_times is not None else ""
+    lacking = " and ".join(f"{name} needs {show_bytes(lack)} more memory" for name, lack in schedule.not_fitting[:2])
     return f"{words}{'; ' * bool(lacking)}{lacking}."
 
 
@@ -268,9 +268,9 @@ def advice_sentences(advice: Advice, best: RankedPlan, show_bytes: Callable[[flo
     """Return the advice as sentences for the user."""
     lines = []
     if advice.parts:
-        first, *rest = advice.parts
-        also = ", ".join(f"{part.name} {part.share:.0%}" for part in rest)
-        lines.append(f"Bound by {first.name}, {first.share:.0%} of a step{f'; then {also}' if also else ''}.")
+        main_part, *smaller_parts = advice.parts
+        also = ", ".join(f"{part.name} {part.share:.0%}" for part in smaller_parts)
+        lines.append(f"Bound by {main_part.name}, {main_part.share:.0%} of a step{f'; then {also}' if also else ''}.")
     if advice.schedule is not None:
         lines.append(_explain_schedule(advice.schedule, show_bytes))
     for name, line, times in advice.families[:4]:

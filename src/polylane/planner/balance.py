@@ -53,11 +53,11 @@ class BalancedCuts:
         return ends
 
     def _add_stages(self, stages: int) -> None:
-        every = self._cost + self._least[None, :]
+        costs = self._cost + self._least[None, :]
         if math.isfinite(self._limit):
-            held = self._memory(stages)
-            last = np.searchsorted(held, held + self._limit, side="right") - 1  # farthest end within the limit
-            every[self._places[None, :] > last[:, None]] = np.inf
-        choice = np.argmin(every, axis=1)
-        self._least = every[self._places, choice]
+            memory = self._memory(stages)
+            max_ends = np.searchsorted(memory, memory + self._limit, side="right") - 1  # farthest end within the limit
+            costs[self._places[None, :] > max_ends[:, None]] = np.inf
+        choice = np.argmin(costs, axis=1)
+        self._least = costs[self._places, choice]
         self._found.append((float(self._least[0]), choice))

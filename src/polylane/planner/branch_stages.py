@@ -41,42 +41,42 @@ class Fork:
     branches: tuple[tuple[int, ...], ...]
 
 
-def find_fork(graph: Graph, seconds: Array, first: int) -> Fork | None:
+def find_fork(graph: Graph, seconds: Array, start: int) -> Fork | None:
     """Return the fork that begins at a position: join nodes with their inputs until one joins two large branches.
 
     Args:
         graph: the captured graph to search.
         seconds: seconds of both passes of every node.
-        first: position where the fork may begin; values made before it count as available to all branches.
+        start: position where the fork may begin; values made before it count as available to all branches.
     """
     branches = UnionFind()  # nodes that are joined
-    work: dict[str, float] = {}  # seconds of each branch, by its root
+    branch_seconds: dict[str, float] = {}  # seconds of each branch, by its root
     total = 0.0
-    for position in range(first, len(graph.nodes)):
+    for position in range(start, len(graph.nodes)):
         node = graph.nodes[position]
         # Sizes and masks that every stage recomputes connect nothing: no value crosses on their account.
         if node.recomputable:
             continue
         read = dict.fromkeys(branches[name] for name in node.inputs if name in branches.parents)
-        if len(read) > 1 and sum(work[branch] >= WORTH * total for branch in read) > 1:
-            return Fork(first, position, _branch_nodes(graph, range(first, position), branches, work))
-        own = float(seconds[position])
+        if len(read) > 1 and sum(branch_seconds[branch] >= WORTH * total for branch in read) > 1:
+            return Fork(start, position, _branch_nodes(graph, range(start, position), branches, branch_seconds))
+        node_seconds = float(seconds[position])
         branches.union(node.name, *read)
-        work[branches[node.name]] = sum(work.pop(branch) for branch in read) + own
-        total += own
+        branch_seconds[branches[node.name]] = sum(branch_seconds.pop(branch) for branch in read) + node_seconds
+        total += node_seconds
     return None
 
 
 def _branch_nodes(
-    graph: Graph, positions: range, branches: UnionFind, work: Mapping[str, float]
+    graph: Graph, positions: range, branches: UnionFind, branch_seconds: Mapping[str, float]
 ) -> tuple[tuple[int, ...], ...]:
     """Return the positions of the nodes of every branch that takes time, in the order of their first nodes."""
-    found: dict[str, list[int]] = {}
+    branch_positions: dict[str, list[int]] = {}
     for position in positions:
         name = graph.nodes[position].name
         if name in branches.parents:
-            found.setdefault(branches[name], []).append(position)
-    return tuple(tuple(nodes) for name, nodes in found.items() if work[name] > 0)
+            branch_positions.setdefault(branches[name], []).append(position)
+    return tuple(tuple(nodes) for name, nodes in branch_positions.items() if branch_seconds[name] > 0)
 
 
 def plan_branches(estimates: CurveCache, workers: int, limit: float) -> list[RatedPlan]:
@@ -89,16 +89,16 @@ def plan_branches(estimates: CurveCache, workers: int, limit: float) -> list[Rat
     places = estimates.positions[:-1]
     if len(places) > MOST_FORKS:
         places = places[np.linspace(0, len(places) - 1, MOST_FORKS).astype(int)]
-    found, seen = list[RatedPlan](), set[tuple[tuple[int, ...], tuple[int, ...]]]()
-    forks = (find_fork(graph, seconds, int(place)) for place in places)
-    for fork in (each for each in forks if each is not None):
+    plans, seen_cuts = list[RatedPlan](), set[tuple[tuple[int, ...], tuple[int, ...]]]()
+    forks = (find_fork(graph, seconds, int(position)) for position in places)
+    for fork in (fork for fork in forks if fork is not None):
         for stages in range(2, min(workers, len(fork.branches), MOST_WORKERS) + 1):
             partition = place_branches(graph, fork, seconds, stages)
-            if partition is None or (partition.cuts, partition.stage_of_piece) in seen:
+            if partition is None or (partition.cuts, partition.stage_of_piece) in seen_cuts:
                 continue
-            seen.add((partition.cuts, partition.stage_of_piece))
-            found += _rate_partition(estimates, partition, limit)
-    return found
+            seen_cuts.add((partition.cuts, partition.stage_of_piece))
+            plans += _rate_partition(estimates, partition, limit)
+    return plans
 
 
 def place_branches(graph: Graph, fork: Fork, seconds: Array, stages: int) -> Partition | None:
@@ -110,14 +110,14 @@ def place_branches(graph: Graph, fork: Fork, seconds: Array, stages: int) -> Par
     # Longest processing time first: within 4/3 of the best makespan (Graham, 1969).
     loads, stage_of = [0.0] * stages, dict[int, int]()
     for branch in sorted(fork.branches, key=lambda nodes: -float(seconds[list(nodes)].sum())):
-        least = loads.index(min(loads))
-        loads[least] += float(seconds[list(branch)].sum())
-        stage_of |= dict.fromkeys(branch, least)
+        stage = loads.index(min(loads))
+        loads[stage] += float(seconds[list(branch)].sum())
+        stage_of |= dict.fromkeys(branch, stage)
     owners: list[int] = []
     for position, node in enumerate(graph.nodes):
-        outside = 0 if position < fork.first else stages - 1
-        inside = fork.first <= position < fork.join and not node.recomputable
-        owners.append(stage_of.get(position, owners[-1] if owners else 0) if inside else outside)
+        outer_stage = 0 if position < fork.first else stages - 1
+        in_fork = fork.first <= position < fork.join and not node.recomputable
+        owners.append(stage_of.get(position, owners[-1] if owners else 0) if in_fork else outer_stage)
         # A recomputable node follows the node before it, so that it makes no cut of its own.
         if node.recomputable and owners[:-1]:
             owners[-1] = owners[-2]
@@ -139,5 +139,5 @@ def _rate_partition(estimates: CurveCache, partition: Partition, limit: float) -
         spec = Spec(stages=meshes, microbatches=microbatches)
         plan = fit.plan_from_partition(partition, spec, microbatches)
         prediction = predict(estimates.basis, partition, plan, estimates.batch, exact=False)
-        most = float(max(stage.memory.total for stage in prediction.stages))
-        yield RatedPlan(meshes, partition.cuts, microbatches, prediction.seconds, most, limit, pieces)
+        peak_bytes = float(max(stage.memory.total for stage in prediction.stages))
+        yield RatedPlan(meshes, partition.cuts, microbatches, prediction.seconds, peak_bytes, limit, pieces)

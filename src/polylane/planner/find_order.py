@@ -28,7 +28,7 @@ LOWER, TRIES = 0.85, 4
 
 
 def find_order(
-    found: CostModel,
+    basis: CostModel,
     partition: Partition,
     plan: Plan,
     batch: int,
@@ -43,7 +43,7 @@ def find_order(
     Two stages of each worker are tried dealt round-robin, and as a V.
 
     Args:
-        found: prices of the training on its cluster.
+        basis: prices of the training on its cluster.
         partition: the graph, cut into the plan's stages.
         plan: the plan to be completed.
         batch: samples of a step, over all replicas.
@@ -57,28 +57,28 @@ def find_order(
     if plan.schedule != "auto" or plan.order:
         return plan
     best: tuple[float, Plan] | None = None
-    least: tuple[float, int] | None = None
+    excess: tuple[float, int] | None = None
     candidates = (
-        each.model_copy(update={"order": format_order(lanes)})
-        for each in ([plan] if placed else _placements(plan))
-        for lanes in _candidates(found, partition, each, batch, memory, effort)
+        placed_plan.model_copy(update={"order": format_order(lanes)})
+        for placed_plan in ([plan] if placed else _placements(plan))
+        for lanes in _candidates(basis, partition, placed_plan, batch, memory, effort)
     )
-    for own in candidates:
-        if own.splits_backward and plan.sync.shard == "parameters":
+    for trial in candidates:
+        if trial.splits_backward and plan.sync.shard == "parameters":
             continue  # weights are released between the halves
-        prediction = predict(found, partition, own, batch)
+        prediction = predict(basis, partition, trial, batch)
         over = max(
             (stage.memory.total - limit, group)
-            for group, (stage, limit) in enumerate(zip(prediction.stages, _limits(found, own, memory), strict=True))
+            for group, (stage, limit) in enumerate(zip(prediction.stages, _limits(basis, trial, memory), strict=True))
         )
         if over[0] <= 0 and (best is None or prediction.seconds < best[0]):
-            best = prediction.seconds, own
-        least = over if least is None or over < least else least
+            best = prediction.seconds, trial
+        excess = over if excess is None or over < excess else excess
     if best is None:
-        assert least is not None, "named schedules are among the candidates"
+        assert excess is not None, "named schedules are among the candidates"
         raise PolylaneError(
             f"{plan.title}: schedule: auto: no order of passes fits into the memory of the workers of stage "
-            f"{plan.first_chunks[least[1]]}: the least would take {least[0] / 2**30:.2f} GiB more than there are"
+            f"{plan.first_chunks[excess[1]]}: the least would take {excess[0] / 2**30:.2f} GiB more than there are"
         )
     return best[1]
 
@@ -110,18 +110,18 @@ def find_measured_order(
     shares = weight_shares(nodes, view_operators(nodes, nodes.samples, 1), {})
     halving = HALVING_SHARE if device == "cpu" else HALVING_SHARE_ELSEWHERE
     forward, input_, weight, longer = (np.zeros(plan.pipeline) for _ in range(4))
-    for position, ((there, back), share) in enumerate(zip(seconds, shares, strict=True)):
+    for position, ((forward_seconds, back), share) in enumerate(zip(seconds, shares, strict=True)):
         stage = partition.stage_of[nodes.nodes[position].name]
-        forward[stage] += there
+        forward[stage] += forward_seconds
         input_[stage] += back * (1 - share)
         weight[stage] += back * share
         longer[stage] += back * halving * (share > 0)
     best: tuple[tuple[float, float], Plan] | None = None
-    for each in [plan] if placed else _placements(plan):
-        chunks, groups = len(each.first_chunks), each.stage_groups
-        found = find_schedule(
+    for placed_plan in [plan] if placed else _placements(plan):
+        chunks, groups = len(placed_plan.first_chunks), placed_plan.stage_groups
+        schedule = find_schedule(
             ScheduleProblem(
-                graph=stage_graph_of(partition, each),
+                graph=stage_graph_of(partition, placed_plan),
                 workers=groups,
                 microbatches=plan.microbatches,
                 forward=tuple(forward),
@@ -134,9 +134,9 @@ def find_measured_order(
             ),
             effort=effort,
         )
-        rank = found.makespan, sum(found.peak_bytes)
+        rank = schedule.makespan, sum(schedule.peak_bytes)
         if best is None or rank < best[0]:
-            best = rank, each.model_copy(update={"order": format_order(found.lanes)})
+            best = rank, placed_plan.model_copy(update={"order": format_order(schedule.lanes)})
     assert best is not None
     return best[1]
 
@@ -157,26 +157,26 @@ def _placements(plan: Plan) -> list[Plan]:
     return [plan, Plan(**{**dict(plan), "stages": stages})]
 
 
-def _limits(found: CostModel, plan: Plan, memory: float | None) -> list[float]:
+def _limits(basis: CostModel, plan: Plan, memory: float | None) -> list[float]:
     """Return the bytes that a worker of each group may hold."""
-    groups = (plan.stages[first].devices for first in plan.first_chunks)
-    own = [min(device.memory for device in found.cluster.devices(ranks)) for ranks in groups]
-    return [limit if memory is None else min(limit, memory) for limit in own]
+    groups = (plan.stages[stage].devices for stage in plan.first_chunks)
+    limits = [min(device.memory for device in basis.cluster.devices(ranks)) for ranks in groups]
+    return [limit if memory is None else min(limit, memory) for limit in limits]
 
 
 def _candidates(
-    found: CostModel, partition: Partition, plan: Plan, batch: int, memory: float | None, effort: int
+    basis: CostModel, partition: Partition, plan: Plan, batch: int, memory: float | None, effort: int
 ) -> Iterator[Lanes]:
     """Yield orders of passes, those of named schedules first."""
     graph = stage_graph_of(partition, plan)
     named = [lanes for name in NAMES if (lanes := _lanes_or_none(name, graph, plan)) is not None]
     yield from named
     # Memory beside activations is that of any order.
-    first = named[0] if named else find_schedule(_plain_problem(graph, plan)).lanes
-    scene = PlanCost(found, partition, plan.model_copy(update={"order": format_order(first)}), batch)
+    first_lanes = named[0] if named else find_schedule(_plain_problem(graph, plan)).lanes
+    scene = PlanCost(basis, partition, plan.model_copy(update={"order": format_order(first_lanes)}), batch)
     bounds = [
         limit - (total := scene.predict_stage(stage).memory).total + total.activations
-        for stage, limit in zip(plan.first_chunks, _limits(found, plan, memory), strict=True)
+        for stage, limit in zip(plan.first_chunks, _limits(basis, plan, memory), strict=True)
     ]
     for _ in range(TRIES):
         try:
@@ -199,14 +199,14 @@ def _lanes_or_none(name: str, graph: StageGraph, plan: Plan) -> Lanes | None:
 
 def _plain_problem(graph: StageGraph, plan: Plan) -> ScheduleProblem:
     """Return the scheduling problem of equal stages without messages."""
-    one = (1.0,) * plan.pipeline
+    unit_seconds = (1.0,) * plan.pipeline
     return ScheduleProblem(
         graph=graph,
         workers=plan.stage_groups,
         microbatches=plan.microbatches,
-        forward=one,
-        input_gradient=one,
-        weight_gradient=one,
+        forward=unit_seconds,
+        input_gradient=unit_seconds,
+        weight_gradient=unit_seconds,
     )
 
 
@@ -220,11 +220,11 @@ def build_problem(scene: PlanCost, graph: StageGraph, bounds: Sequence[float]) -
     """
     plan, overhead, stages = scene.plan, scene.basis.host_overhead, range(scene.plan.pipeline)
     costs = [scene.pass_costs(stage) for stage in stages]
-    forward = tuple(own.forward + own.waits + shard.waits + overhead for own, shard in costs)
-    whole = tuple(own.backward + own.backward_waits + shard.backward_waits + overhead for own, shard in costs)
+    forward = tuple(cost.forward + cost.waits + shard.waits + overhead for cost, shard in costs)
+    backward = tuple(cost.backward + cost.backward_waits + shard.backward_waits + overhead for cost, shard in costs)
     # Each half is launched by itself.
-    input_ = tuple(own.backward_input + own.backward_waits + overhead for own, _ in costs)
-    weight = tuple(own.second_half + shard.backward_waits + overhead for own, shard in costs)
+    input_ = tuple(cost.backward_input + cost.backward_waits + overhead for cost, _ in costs)
+    weight = tuple(cost.second_half + shard.backward_waits + overhead for cost, shard in costs)
     hop = dict[tuple[int, int], float]()
     for crossing in scene.partition.crossings:
         start = crossing.producer
@@ -244,5 +244,5 @@ def build_problem(scene: PlanCost, graph: StageGraph, bounds: Sequence[float]) -
         activation_bytes=tuple(float(scene.microbatch_memory(stage).live_bytes) for stage in stages),
         memory=tuple(bounds),
         split=plan.sync.shard != "parameters",  # their weights are released between the halves
-        backward=whole,
+        backward=backward,
     )

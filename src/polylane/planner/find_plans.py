@@ -68,12 +68,12 @@ def find_plans(
     Raises:
         PolylaneError: nothing fits, and the message says what comes closest; or the batch is too small.
     """
-    graph, most = problem.graph, cluster.count if workers is None else workers
-    fewest, composition, told = check_batch(graph, batch), derive_composition(graph), list[str]()
+    graph, max_workers = problem.graph, cluster.count if workers is None else workers
+    fewest, composition, refusals = check_batch(graph, batch), derive_composition(graph), list[str]()
     wish = SearchRequest(
-        candidate_worker_counts(most) if fewer else (most,),
+        candidate_worker_counts(max_workers) if fewer else (max_workers,),
         max(group.devices for group in cluster.hosts),  # the ranks that share an operator are on one host
-        memory_limit(cluster, most, reserve, memory),
+        memory_limit(cluster, max_workers, reserve, memory),
         max(top, 1),
         batch_is_indivisible=not composition.is_proven,
         # Replicas in turn compute microbatches: who asks for them asks for several.
@@ -81,10 +81,10 @@ def find_plans(
         # An optimizer that must see whole parameters cannot update shards of them, and sparse gradients are not cut.
         shardings=() if problem.whole or find_sparse_gradients(graph) else fixed.shardings,
         fixed=fixed,
-        check=_make_check(problem, told),
+        check=_make_check(problem, refusals),
     )
     is_single = bool(composition.counters) or wish.microbatches == 1
-    keep = _make_filter(problem, batch, fewest, is_single, 1 if fewer else most)
+    keep = _make_filter(problem, batch, fewest, is_single, 1 if fewer else max_workers)
     staying = _staying_values(graph, composition)
     basis = build_cost_model(problem, cluster, keep_options(method, fixed))
     with show_progress() as progress:
@@ -94,26 +94,26 @@ def find_plans(
             fixed.recompute,
         )
     if not answer.ranked_plans:
-        refused = f"no plan is found that the training allows: {told[-1]}" if told else ""
+        refused = f"no plan is found that the training allows: {refusals[-1]}" if refusals else ""
         raise PolylaneError(refused or explain_nothing_fits(answer))
     return try_found_orders(_with_exact_memory(answer))
 
 
-def _make_check(problem: CapturedProblem, told: list[str]) -> Callable[[Plan, Partition], None]:
-    """Return the training's check of a full plan, which also notes in ``told`` what is said of refused ones."""
+def _make_check(problem: CapturedProblem, refusals: list[str]) -> Callable[[Plan, Partition], None]:
+    """Return the training's check of a full plan, which also notes in ``refusals`` what is said of refused ones."""
 
     def check(plan: Plan, partition: Partition) -> None:
         try:
             problem.check(plan, partition)
         except PolylaneError as error:
-            told.append(str(error))
+            refusals.append(str(error))
             raise
 
     return check
 
 
 def _make_filter(
-    problem: CapturedProblem, batch: int, fewest: MinSamples, takes_whole_batches: bool, least: int
+    problem: CapturedProblem, batch: int, fewest: MinSamples, takes_whole_batches: bool, min_workers: int
 ) -> Callable[[RatedPlan], bool]:
     """Return whether a training allows the microbatches, workers and stages of a candidate.
 
@@ -123,7 +123,7 @@ def _make_filter(
         fewest: fewest samples that a microbatch of the model needs at once.
         takes_whole_batches: whether there may be one microbatch alone: a buffer counts calls, or others would change
             what is computed, and were not asked for.
-        least: fewest workers that a plan may have.
+        min_workers: fewest workers that a plan may have.
     """
     effects = {effect.kind for _, effect in effects_by_module(problem.graph)}
     is_single = takes_whole_batches or bool(effects & {"state", "clock"})
@@ -133,7 +133,7 @@ def _make_filter(
         # A clock shows another time to every worker of a stage.
         if parts != candidate.microbatches or ("clock" in effects and candidate.workers > len(candidate.meshes)):
             return False
-        if candidate.workers < least:
+        if candidate.workers < min_workers:
             return False
         return len(candidate.meshes) == 1 or not problem.has_coupled_updates()
 
@@ -166,11 +166,11 @@ def keep_options(method: TrainingOptions, fixed: FixedKeys) -> TrainingOptions:
     return replace(method, **{key: value for key, value in changes.items() if value is not None})  # type: ignore[arg-type]
 
 
-def candidate_worker_counts(most: int) -> tuple[int, ...]:
+def candidate_worker_counts(max_workers: int) -> tuple[int, ...]:
     """Return the numbers of workers to compare, since fewer may be faster: every one, or all, halves and one."""
-    if most <= EVERY_COUNT:
-        return tuple(range(most, 0, -1))
-    return tuple(dict.fromkeys([most, most // 2, most // 4, 1]))
+    if max_workers <= EVERY_COUNT:
+        return tuple(range(max_workers, 0, -1))
+    return tuple(dict.fromkeys([max_workers, max_workers // 2, max_workers // 4, 1]))
 
 
 def _with_exact_memory(answer: SearchResult) -> SearchResult:
@@ -179,12 +179,12 @@ def _with_exact_memory(answer: SearchResult) -> SearchResult:
     The memory of the others is scaled from a small example to the batch, and so an upper bound: what does not grow with
     the samples is counted for each of them. A first plan that turns out not to fit is left out.
     """
-    for index, found in enumerate(answer.ranked_plans):
-        basis = fit_to_meshes(answer.estimates.basis, found.partition, found.plan, answer.estimates.batch)
-        prediction = predict(basis, found.partition, found.plan, answer.estimates.batch)
-        if max(stage.memory.total for stage in prediction.stages) <= found.candidate.memory_limit:
-            first = replace(found, prediction=prediction)
-            return replace(answer, ranked_plans=(first, *answer.ranked_plans[index + 1 :]))
+    for index, ranked_plan in enumerate(answer.ranked_plans):
+        basis = fit_to_meshes(answer.estimates.basis, ranked_plan.partition, ranked_plan.plan, answer.estimates.batch)
+        prediction = predict(basis, ranked_plan.partition, ranked_plan.plan, answer.estimates.batch)
+        if max(stage.memory.total for stage in prediction.stages) <= ranked_plan.candidate.memory_limit:
+            first_plan = replace(ranked_plan, prediction=prediction)
+            return replace(answer, ranked_plans=(first_plan, *answer.ranked_plans[index + 1 :]))
     return answer
 
 
@@ -200,13 +200,13 @@ def explain_nothing_fits(answer: SearchResult) -> str:
                 f"there is no plan for {workers} and batches of {batch} with {wish.fixed}: fix less, or other numbers"
             )
         return f"there is no plan for {workers} and batches of {batch}: the model or the batch is too small"
-    least = min(answer.too_large_candidates, key=lambda c: c.peak_bytes)
+    leanest = min(answer.too_large_candidates, key=lambda c: c.peak_bytes)
     mode = answer.estimates.basis.method.recompute
-    line = describe_candidate(least) + (f",recompute={mode}" if mode != NONE else "")
+    line = describe_candidate(leanest) + (f",recompute={mode}" if mode != NONE else "")
     words = (
         f"nothing fits on {workers} with {format_size(wish.memory_limit)} each: the leanest plan ({line}) needs "
-        f"{format_size(least.peak_bytes)} per worker, {format_size(least.peak_bytes - wish.memory_limit)} more"
+        f"{format_size(leanest.peak_bytes)} per worker, {format_size(leanest.peak_bytes - wish.memory_limit)} more"
     )
     # This repeats the search on larger clusters.
-    found = devices_needed(answer, MOST_DEVICES)
-    return f"{words}; {found} such devices would do" if found else f"{words}; more devices do not help"
+    devices = devices_needed(answer, MOST_DEVICES)
+    return f"{words}; {devices} such devices would do" if devices else f"{words}; more devices do not help"

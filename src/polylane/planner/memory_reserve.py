@@ -42,9 +42,9 @@ def parse_reserve(text: str) -> MemoryReserve:
     share = text.strip().removesuffix("%")
     try:
         if share != text.strip() or float(share) == 0:
-            found = MemoryReserve(share=float(share) / 100)
-            if 0 <= found.share < 1:
-                return found
+            reserve = MemoryReserve(share=float(share) / 100)
+            if 0 <= reserve.share < 1:
+                return reserve
     except ValueError:
         pass
     size = figure(text)
@@ -64,10 +64,10 @@ def refuse_whole_reserve(cluster: Cluster, workers: int, reserve: MemoryReserve)
     Raises:
         PolylaneError: the smallest of the devices has no more memory than the reserve.
     """
-    least = min(device.memory for device in cluster.devices(range(min(workers, cluster.count))))
-    if reserve.of(least) >= least:
+    min_memory = min(device.memory for device in cluster.devices(range(min(workers, cluster.count))))
+    if reserve.of(min_memory) >= min_memory:
         raise PolylaneError(
-            f"--reserve {reserve} takes all of a device's memory, which is {format_size(least)}: keep less free"
+            f"--reserve {reserve} takes all of a device's memory, which is {format_size(min_memory)}: keep less free"
         )
 
 
@@ -81,5 +81,5 @@ def memory_limit(cluster: Cluster, workers: int, reserve: MemoryReserve = USUAL,
         memory: the most that the user allows, which is not made smaller by the reserve; None: no bound.
     """
     ranks = range(min(workers, cluster.count))
-    least = min(float(device.memory - reserve.of(device.memory)) for device in cluster.devices(ranks))
-    return least if memory is None else min(least, float(memory))
+    min_memory = min(float(device.memory - reserve.of(device.memory)) for device in cluster.devices(ranks))
+    return min_memory if memory is None else min(min_memory, float(memory))

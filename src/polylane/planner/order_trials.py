@@ -34,29 +34,29 @@ def try_found_orders(answer: SearchResult) -> SearchResult:
     the user asks for another schedule none does. The stages are those of the plan, and two on every worker, as far as
     its graph can be cut so and the user has not fixed the chunks.
     """
-    wanted = answer.wish.fixed.schedule == FOUND
-    if not (wanted or answer.wish.fixed.schedule is None):
+    is_wanted = answer.wish.fixed.schedule == FOUND
+    if not (is_wanted or answer.wish.fixed.schedule is None):
         return answer
-    count = answer.wish.plan_count if wanted else 1
-    ordered = [_order(answer, best, wanted) for best in answer.ranked_plans[:count]]
+    count = answer.wish.plan_count if is_wanted else 1
+    ordered = [_order(answer, best, is_wanted) for best in answer.ranked_plans[:count]]
     return replace(answer, ranked_plans=(*sorted(ordered, key=_weighted), *answer.ranked_plans[count:]))
 
 
-def _order(answer: SearchResult, best: RankedPlan, wanted: bool) -> RankedPlan:
+def _order(answer: SearchResult, best: RankedPlan, is_wanted: bool) -> RankedPlan:
     """Return a plan in the best order that is found; as it is where there is none, or none better and none wanted."""
     candidate = best.candidate
     if len(candidate.meshes) == 1 or candidate.takes_turns or candidate.option[0] in ASYNCHRONOUS:
         return best
-    tried = [found for each in _cut_stages(answer, best) if (found := _find(answer, *each)) is not None]
-    found = min(tried, key=_weighted, default=best)
-    if found is best or not (wanted or _weighted(found) < _weighted(best)):
+    tried = [ranked_plan for cut in _cut_stages(answer, best) if (ranked_plan := _find(answer, *cut)) is not None]
+    ranked_plan = min(tried, key=_weighted, default=best)
+    if ranked_plan is best or not (is_wanted or _weighted(ranked_plan) < _weighted(best)):
         return best
     trial = ScheduleTrial(candidate.option, best.prediction.seconds, True)
-    trials = sorted([*best.trials, trial], key=lambda each: each.seconds)
+    trials = sorted([*best.trials, trial], key=lambda trial: trial.seconds)
     # Estimates are compared with estimates: the order changes it as it changes the simulated time.
-    seconds = candidate.seconds * found.prediction.seconds / best.prediction.seconds
-    rated = replace(found.candidate, seconds=seconds, peak_bytes=float(found.peak_bytes))
-    return replace(found, candidate=rated, trials=tuple(trials))
+    seconds = candidate.seconds * ranked_plan.prediction.seconds / best.prediction.seconds
+    rated = replace(ranked_plan.candidate, seconds=seconds, peak_bytes=float(ranked_plan.peak_bytes))
+    return replace(ranked_plan, candidate=rated, trials=tuple(trials))
 
 
 def _cut_stages(answer: SearchResult, best: RankedPlan) -> Iterator[tuple[RatedPlan, Plan, Partition]]:
@@ -92,5 +92,5 @@ def _find(answer: SearchResult, candidate: RatedPlan, plan: Plan, partition: Par
     return RankedPlan(replace(candidate, option=option), ordered, partition, predict(basis, partition, ordered, batch))
 
 
-def _weighted(found: RankedPlan) -> float:
-    return weigh(found.candidate, found.prediction.seconds)
+def _weighted(ranked_plan: RankedPlan) -> float:
+    return weigh(ranked_plan.candidate, ranked_plan.prediction.seconds)

@@ -83,12 +83,12 @@ def build_cost_model(
         mesh: Degrees, shared: Collection[str] = (), plain: Collection[str] = (), microbatch: int | None = None
     ) -> Layout:
         degrees = {axis: n for axis, n in (("sequence", mesh.sequence), ("tensor", mesh.tensor)) if n > 1}
-        whole = {**dict.fromkeys(shared, SHARED_BY), **problem.whole}
+        whole_tensors = {**dict.fromkeys(shared, SHARED_BY), **problem.whole}
         # As its training chooses (`polylane.sharding.stage_layouts`): by nominal speeds, which all workers know alike,
         # and for the samples of its plan, where that is known.
         samples = graph.samples if microbatch is None else max(LEAST_SAMPLES, -(-microbatch // mesh.data))
         return choose_layout(
-            graph, degrees, samples, pins=problem.pins, whole=whole, plain=plain, offer=offers(samples)
+            graph, degrees, samples, pins=problem.pins, whole=whole_tensors, plain=plain, offer=offers(samples)
         )
 
     setting = BackendSetting(graph.samples, device=kind, **_precision_setting(method))
@@ -104,24 +104,24 @@ def build_cost_model(
     )
 
 
-def fit_to_meshes(found: CostModel, partition: Partition, plan: Plan, batch: int | None = None) -> CostModel:
+def fit_to_meshes(basis: CostModel, partition: Partition, plan: Plan, batch: int | None = None) -> CostModel:
     """Return the cost model with the placements that a plan's meshes allow, as its training has them.
 
     Where meshes differ, tensors that several stages hold are whole on all of them, and values that cross are no sums.
 
     Args:
-        found: the cost model, with its placements chosen for meshes alone.
+        basis: the cost model, with its placements chosen for meshes alone.
         partition: the graph, divided into the plan's stages.
         plan: the meshes of the stages, and the number of microbatches.
         batch: samples of a step, for whose local samples placements are chosen; None: for those of the capture.
     """
-    known: dict[str, Any] = {}
+    constraints: dict[str, Any] = {}
     if not plan.is_uniform:
-        known["shared"] = tensors_on_unequal_meshes([partition], plan)
-        known["plain"] = values_between_meshes(partition, plan)
+        constraints["shared"] = tensors_on_unequal_meshes([partition], plan)
+        constraints["plain"] = values_between_meshes(partition, plan)
     if batch is not None and plan.axes:
-        known["microbatch"] = -(-batch // plan.microbatches)
-    return replace(found, stages=found.stages.with_placements(**known)) if known else found
+        constraints["microbatch"] = -(-batch // plan.microbatches)
+    return replace(basis, stages=basis.stages.with_placements(**constraints)) if constraints else basis
 
 
 def _with_measured_contention(cluster: Cluster, profile: Profile | None) -> Cluster:
@@ -157,27 +157,27 @@ def _make_update_clock(problem: CapturedProblem, states: OptimizerState) -> Call
     """Return a function of the seconds of an optimizer step: measured, or from the bytes it reads and writes."""
     trained = [(n, info) for n, info in problem.graph.parameters.items() if info.trainable]
     elements = sum(math.prod(info.shape) for _, info in trained)
-    kept = sum(states.bytes(name, info.shape) for name, info in trained)
-    own = sum(info.bytes for _, info in trained)
+    state_bytes = sum(states.bytes(name, info.shape) for name, info in trained)
+    parameter_bytes = sum(info.bytes for _, info in trained)
     # Bytes of memory traffic per element: each state is read and written.
-    each = (PASSES * own + 2 * kept) / max(elements, 1)
+    bytes_per_element = (PASSES * parameter_bytes + 2 * state_bytes) / max(elements, 1)
     measured = None if problem.profile is None or not elements else problem.profile.update_seconds / elements
 
     def seconds(device: Device, count: int) -> float:
         if measured is not None:
             return measured * count / device.speed
-        return count * each / (device.bandwidth * device.speed) + device.overhead
+        return count * bytes_per_element / (device.bandwidth * device.speed) + device.overhead
 
     return seconds
 
 
-def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition, Plan]:
+def fit_plan(basis: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition, Plan]:
     """Complete a plan: cut its stages to balance the predicted times, unless it is a full plan already.
 
     Raises:
         PolylaneError: the plan is for another model, or has more stages, replicas or microbatches than possible.
     """
-    graph = found.stages.graph
+    graph = basis.stages.graph
     if isinstance(plan, Plan):
         partition = fit.partition_for(plan, graph)
         fit.check_asynchronous(plan, partition)
@@ -196,7 +196,7 @@ def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition
         # stages' workers.
         widest = max(plan.meshes, key=lambda mesh: mesh.workers)
         samples = -(-batch // (microbatches * (widest.data if plan.replicas == SPLIT else 1)))
-        table = CurveCache(found, batch).table(widest, samples)
+        table = CurveCache(basis, batch).table(widest, samples)
         times = np.diff(table.forward + table.backward + table.waits + table.backward_waits)
         partition = balance_stages(graph, len(plan.meshes), list(times), [mesh.workers for mesh in plan.meshes])
     fitted = fit.plan_from_partition(partition, plan, microbatches)

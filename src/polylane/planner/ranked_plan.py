@@ -85,7 +85,7 @@ class PricedPlan:
     @property
     def peak_bytes(self) -> int:
         """Bytes of the worker that needs the most memory."""
-        return max(self.costs.peak_memory(first).total for first in self.plan.first_chunks)
+        return max(self.costs.peak_memory(stage).total for stage in self.plan.first_chunks)
 
     def simulate(self) -> RankedPlan:
         """Return the plan with its exact prediction."""

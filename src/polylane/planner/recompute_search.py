@@ -51,14 +51,14 @@ def search_with_recomputation(
     best, answers = list(plain.ranked_plans), {NONE: plain}
     modes: tuple[Recompute, ...] = ("selective", "full")
     for mode in modes:
-        found = search_once(replace(basis, method=replace(basis.method, recompute=mode)))
-        fitting, too_large = _realize_mode(basis, found, mode)
-        answers[mode] = _keep_fitting(found, fitting, too_large)
+        result = search_once(replace(basis, method=replace(basis.method, recompute=mode)))
+        fitting, too_large = _realize_mode(basis, result, mode)
+        answers[mode] = _keep_fitting(result, fitting, too_large)
         best += fitting
     if not best:
         # What comes closest is the leanest of all.
         return min(
-            answers.values(), key=lambda each: min((c.peak_bytes for c in each.too_large_candidates), default=math.inf)
+            answers.values(), key=lambda item: min((c.peak_bytes for c in item.too_large_candidates), default=math.inf)
         )
     best.sort(key=_weigh)
     answer = answers[format_recompute(best[0].plan.recompute)]
@@ -68,24 +68,24 @@ def search_with_recomputation(
 
 
 def _realize_mode(
-    basis: CostModel, answer: SearchResult, mode: str, most: int = REALIZED
+    basis: CostModel, answer: SearchResult, mode: str, max_plans: int = REALIZED
 ) -> tuple[list[RankedPlan], list[RatedPlan]]:
-    """Return the ``most`` best plans of a mode as the runtime recomputes, and those that do not fit so."""
+    """Return the ``max_plans`` best plans of a mode as the runtime recomputes, and those that do not fit so."""
     fitting, too_large = list[RankedPlan](), list[RatedPlan]()
-    for each in answer.ranked_plans:
-        if len(fitting) == most:
+    for ranked_plan in answer.ranked_plans:
+        if len(fitting) == max_plans:
             break
-        found = _realize(basis, each, _say(each, mode).plan, answer)
-        if found.peak_bytes <= found.candidate.memory_limit:
-            fitting.append(found)
+        realized_plan = _realize(basis, ranked_plan, _say(ranked_plan, mode).plan, answer)
+        if realized_plan.peak_bytes <= realized_plan.candidate.memory_limit:
+            fitting.append(realized_plan)
         else:
-            too_large.append(replace(found.candidate, peak_bytes=float(found.peak_bytes)))
+            too_large.append(replace(realized_plan.candidate, peak_bytes=float(realized_plan.peak_bytes)))
     return sorted(fitting, key=_weigh), too_large
 
 
 def _keep_fitting(answer: SearchResult, fitting: Sequence[RankedPlan], too_large: Sequence[RatedPlan]) -> SearchResult:
     """Return the answer with the plans that fit as the runtime recomputes, and the others among those too large."""
-    candidates = tuple(sorted([*answer.too_large_candidates, *too_large], key=lambda each: each.seconds))
+    candidates = tuple(sorted([*answer.too_large_candidates, *too_large], key=lambda candidate: candidate.seconds))
     return replace(answer, ranked_plans=tuple(fitting), too_large_candidates=candidates)
 
 
@@ -97,36 +97,36 @@ def _misses_plans(answer: SearchResult) -> bool:
     return any(candidate.seconds < MISSED * fastest for candidate in answer.too_large_candidates)
 
 
-def _weigh(found: RankedPlan) -> float:
-    return weigh(found.candidate, found.prediction.seconds)
+def _weigh(ranked_plan: RankedPlan) -> float:
+    return weigh(ranked_plan.candidate, ranked_plan.prediction.seconds)
 
 
-def _say(found: RankedPlan, mode: str) -> RankedPlan:
+def _say(ranked_plan: RankedPlan, mode: str) -> RankedPlan:
     """Return a plan that says what it was priced with."""
-    return replace(found, plan=found.plan.model_copy(update={"recompute": mode}))
+    return replace(ranked_plan, plan=ranked_plan.plan.model_copy(update={"recompute": mode}))
 
 
-def _realize(basis: CostModel, found: RankedPlan, plan: Plan, answer: SearchResult) -> RankedPlan:
+def _realize(basis: CostModel, ranked_plan: RankedPlan, plan: Plan, answer: SearchResult) -> RankedPlan:
     """Return a plan with its prediction as the runtime recomputes: what the search knows is whole blocks."""
     batch = answer.estimates.batch
-    own = fit_to_meshes(basis, found.partition, plan, batch)
-    return replace(found, plan=plan, prediction=predict(own, found.partition, plan, batch))
+    costs = fit_to_meshes(basis, ranked_plan.partition, plan, batch)
+    return replace(ranked_plan, plan=plan, prediction=predict(costs, ranked_plan.partition, plan, batch))
 
 
-def _fill_memory(basis: CostModel, found: RankedPlan, answer: SearchResult) -> RankedPlan:
+def _fill_memory(basis: CostModel, ranked_plan: RankedPlan, answer: SearchResult) -> RankedPlan:
     """Return the plan with the largest budgets on its stages that fit, if it is faster with them."""
-    own = fit_to_meshes(basis, found.partition, found.plan, answer.estimates.batch)
-    stages, batch = range(found.plan.pipeline), answer.estimates.batch
-    kept = [
-        [PlanCost(own, found.partition, plan, batch).microbatch_memory(stage).live_bytes for stage in stages]
-        for plan in (found.plan, found.plan.model_copy(update={"recompute": NONE}))
+    costs = fit_to_meshes(basis, ranked_plan.partition, ranked_plan.plan, answer.estimates.batch)
+    stages, batch = range(ranked_plan.plan.pipeline), answer.estimates.batch
+    live_bytes = [
+        [PlanCost(costs, ranked_plan.partition, plan, batch).microbatch_memory(stage).live_bytes for stage in stages]
+        for plan in (ranked_plan.plan, ranked_plan.plan.model_copy(update={"recompute": NONE}))
     ]
-    best, low, high = found, 0.0, 1.0
+    best, low, high = ranked_plan, 0.0, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        budgets = [least + middle * (most - least) for least, most in zip(*kept, strict=True)]
-        tried = _try_budgets(basis, found, budgets, answer)
-        if tried is None or tried.peak_bytes > found.candidate.memory_limit:
+        budgets = [floor + middle * (ceiling - floor) for floor, ceiling in zip(*live_bytes, strict=True)]
+        tried = _try_budgets(basis, ranked_plan, budgets, answer)
+        if tried is None or tried.peak_bytes > ranked_plan.candidate.memory_limit:
             high = middle
             continue
         low, best = middle, min(best, tried, key=_weigh)
@@ -134,15 +134,15 @@ def _fill_memory(basis: CostModel, found: RankedPlan, answer: SearchResult) -> R
 
 
 def _try_budgets(
-    basis: CostModel, found: RankedPlan, budgets: Iterable[float], answer: SearchResult
+    basis: CostModel, ranked_plan: RankedPlan, budgets: Iterable[float], answer: SearchResult
 ) -> RankedPlan | None:
     """Return the plan with a budget of bytes for each stage; None where a stage cannot keep within its own."""
     words = [f"{BUDGET}{int(budget)}B" for budget in budgets]
     changes: dict[str, Any] = {"recompute": words[0]}
     if len(words) > 1:
-        own = zip(found.plan.stages, words, strict=True)
-        changes = {"stages": tuple(s.model_copy(update={"recompute": each}) for s, each in own), "recompute": NONE}
+        pairs = zip(ranked_plan.plan.stages, words, strict=True)
+        changes = {"stages": tuple(s.model_copy(update={"recompute": word}) for s, word in pairs), "recompute": NONE}
     try:
-        return _realize(basis, found, found.plan.model_copy(update=changes), answer)
+        return _realize(basis, ranked_plan, ranked_plan.plan.model_copy(update=changes), answer)
     except PolylaneError:
         return None

@@ -65,10 +65,10 @@ def usable_options(
         sync: how replicas synchronize, and whether they share parameters out.
         turns: numbers of replicas that compute whole microbatches in turn, of every group; empty where they split them.
     """
-    most = max(turns, default=1)
+    max_turns = max(turns, default=1)
     if stages == 1 and PLAIN_SCHEDULE in options:
         return [PLAIN_SCHEDULE]  # one worker alone waits for nobody
-    found = []
+    choices = []
     for option in options:
         name, chunks = option
         if chunks > 1 and stages == 1:
@@ -81,14 +81,14 @@ def usable_options(
         if name in ASYNCHRONOUS and not sync.is_plain_sum:
             continue
         # Replicas in turn have an equal part of every update (`polylane.plan.schedule_checks`).
-        if name in ASYNCHRONOUS and microbatches % most:
+        if name in ASYNCHRONOUS and microbatches % max_turns:
             continue
-        if name == "pipedream-2bw" and microbatches // most < stages - 1:
+        if name == "pipedream-2bw" and microbatches // max_turns < stages - 1:
             continue
         if len(set(turns)) > 1 and name not in WARM_UPS:
             continue
-        found.append(option)
-    return found
+        choices.append(option)
+    return choices
 
 
 def pipeline_seconds(option: ScheduleOption, times: StageSeconds, microbatches: int) -> float:
@@ -109,8 +109,8 @@ def pipeline_seconds(option: ScheduleOption, times: StageSeconds, microbatches: 
         longer = times.halving
         times = replace(times, backward=times.backward + longer, weight=times.weight + longer, halving=0 * longer)
     forward, backward, weight, m, k = times.forward, times.backward, times.weight, microbatches, len(times.forward)
-    whole, first = forward + backward, backward - weight
-    slowest, total, hops = float(whole.max()), float(whole.sum()), times.hops
+    passes, input_half = forward + backward, backward - weight
+    slowest, total, hops = float(passes.max()), float(passes.sum()), times.hops
     if name == "naive":
         return m * (total + hops)
     if name == "1f1b":
@@ -119,50 +119,50 @@ def pipeline_seconds(option: ScheduleOption, times: StageSeconds, microbatches: 
         return total + hops + (m - 1) * float(forward.max() + backward.max())
     if name in ASYNCHRONOUS:
         return m * max(slowest, (total + hops) / k)
-    there = float((forward + first).sum())  # seconds of the passes that other stages wait for
+    awaited_seconds = float((forward + input_half).sum())  # seconds of the passes that other stages wait for
     if name == "interleaved":
         # Each pass of a chunk has a launch of its own. One more message leads from the last worker to the first.
         busy = slowest + 2 * (chunks - 1) * times.overhead
-        way = total + chunks * hops * k / max(1, k - 1)
-        period = max(busy, way / (k + (k - 1) / chunks))
+        round_trip = total + chunks * hops * k / max(1, k - 1)
+        period = max(busy, round_trip / (k + (k - 1) / chunks))
         fill = (total - slowest) / chunks if m >= k else total - slowest + (m - 1) * slowest * (1 / chunks - 1)
-        return max(way, m * period + fill + hops)
-    f, i, w = np.delete(np.stack([forward, first, weight]), int(whole.argmax()), axis=1)
+        return max(round_trip, m * period + fill + hops)
+    f, i, w = np.delete(np.stack([forward, input_half, weight]), int(passes.argmax()), axis=1)
     # The last microbatch goes there and back behind all others.
-    shortest = there + hops + (m - 1) * float((forward + first).max()) + float(weight.min()) / chunks
+    shortest = awaited_seconds + hops + (m - 1) * float((forward + input_half).max()) + float(weight.min()) / chunks
     if name == "zb-h1":
-        period = max(slowest + times.overhead, (there + hops) / k)
+        period = max(slowest + times.overhead, (awaited_seconds + hops) / k)
         return max(shortest, m * period + float((i + np.maximum(0, f - w)).sum()) + hops)
     # A worker may begin the next step while others are at this one: what counts is how long it takes itself.
     if name == "zb-v":
         # The first worker waits for its last chunk.
         waiting = float(forward.sum()) + hops - (m + 1) / 2 * float(forward[0])
-        period = max(slowest + 4 * times.overhead, (there + 2 * hops) / k)
+        period = max(slowest + 4 * times.overhead, (awaited_seconds + 2 * hops) / k)
         return max(shortest + hops, m * period + max(0.0, waiting, float(np.maximum(0, f + i - 2 * w).sum()) / 2))
     # The first worker waits for its first gradient.
-    waiting = there - float(first[0]) + hops - m * float(forward[0])
-    period = max(slowest + times.overhead, (there + hops) / (2 * k - 1))
+    waiting = awaited_seconds - float(input_half[0]) + hops - m * float(forward[0])
+    period = max(slowest + times.overhead, (awaited_seconds + hops) / (2 * k - 1))
     return m * period + max(0.0, waiting, float(np.maximum.reduce([np.zeros_like(f), i - f, f + i - 2 * w]).sum()))
 
 
 def live_microbatches(option: ScheduleOption, stages: int, microbatches: int) -> Array:
     """Return the microbatches that every group of workers holds at once, in whole ones of all its stages."""
     name, chunks = option
-    place = np.arange(float(stages))
-    most: Array | float
+    index = np.arange(float(stages))
+    max_live: Array | float
     if name == "naive":
-        most = 1
+        max_live = 1
     elif name == "afab":
-        most = math.inf
+        max_live = math.inf
     elif name == "interleaved":
-        most = (2 * (stages - 1 - place) + (chunks - 1) * stages + 1) / chunks
+        max_live = (2 * (stages - 1 - index) + (chunks - 1) * stages + 1) / chunks
     elif name == "zb-h2":
-        most = 2 * stages - 1
+        max_live = 2 * stages - 1
     elif name in ("zb-h1", "zb-v"):
-        most = stages
+        max_live = stages
     else:
-        most = stages - place
-    return np.minimum(float(microbatches), most) * np.ones(stages)
+        max_live = stages - index
+    return np.minimum(float(microbatches), max_live) * np.ones(stages)
 
 
 def penalize(seconds: float, option: ScheduleOption) -> float:

@@ -38,7 +38,7 @@ class _Variant:
 
 
 def choose_schedule(
-    estimates: CurveCache, first: RankedPlan, options: Sequence[ScheduleOption], beat: float
+    estimates: CurveCache, plan: RankedPlan, options: Sequence[ScheduleOption], beat: float
 ) -> tuple[RankedPlan, int]:
     """Return a plan with the schedule with which it is fastest and fits, and how many passes were simulated for that.
 
@@ -47,21 +47,21 @@ def choose_schedule(
 
     Args:
         estimates: cost curves of the graph on the cluster.
-        first: the plan as it was simulated, with one of the schedules.
+        plan: the plan as it was simulated, with one of the schedules.
         options: the schedules that it may have.
         beat: seconds of the best of other plans: a schedule that is far from them is not simulated.
     """
-    variants = _build_variants(estimates, first, options)
-    best, passes = first, 0
+    variants = _build_variants(estimates, plan, options)
+    best, passes = plan, 0
     waiting = sorted((v for v in variants if not v.missing_bytes), key=lambda v: penalize(v.seconds, v.option))
     tried = [v.trial for v in variants if v.missing_bytes]
     for variant in waiting:
         if penalize(variant.seconds, variant.option) > NEAR * min(beat, _weigh(best)):
             tried.append(variant.trial)
             continue
-        found = variant.priced.simulate()
-        passes += found.plan.pipeline * found.plan.microbatches
-        best = _keep_better(best, found, best.trials)
+        rescheduled_plan = variant.priced.simulate()
+        passes += rescheduled_plan.plan.pipeline * rescheduled_plan.plan.microbatches
+        best = _keep_better(best, rescheduled_plan, best.trials)
     trials = sorted([*best.trials, *tried], key=lambda trial: trial.seconds)
     return replace(best, trials=tuple(trials)), passes
 
@@ -73,46 +73,46 @@ def simulate_runner_up(estimates: CurveCache, best: RankedPlan) -> RankedPlan:
         return best
     changed = with_schedule(estimates, best.candidate, fitting[0].option)
     assert changed is not None  # it was played
-    rest = [trial for trial in best.trials if trial is not fitting[0]]
-    return _keep_better(best, price_plan(estimates, changed).simulate(), rest)
+    other_trials = [trial for trial in best.trials if trial is not fitting[0]]
+    return _keep_better(best, price_plan(estimates, changed).simulate(), other_trials)
 
 
-def _keep_better(best: RankedPlan, found: RankedPlan, tried: Sequence[ScheduleTrial]) -> RankedPlan:
+def _keep_better(best: RankedPlan, plan: RankedPlan, tried: Sequence[ScheduleTrial]) -> RankedPlan:
     """Return the better of two schedules of a plan, with the other one as a trial beside those given."""
-    loser = found
-    if _weigh(found) < _weigh(best):
+    loser = plan
+    if _weigh(plan) < _weigh(best):
         # Estimates are compared with estimates: the schedule changes it as it changes the simulated time.
-        seconds = best.candidate.seconds * found.prediction.seconds / best.prediction.seconds
-        candidate = replace(found.candidate, seconds=seconds, peak_bytes=float(found.peak_bytes))
-        best, loser = replace(found, candidate=candidate), best
+        seconds = best.candidate.seconds * plan.prediction.seconds / best.prediction.seconds
+        candidate = replace(plan.candidate, seconds=seconds, peak_bytes=float(plan.peak_bytes))
+        best, loser = replace(plan, candidate=candidate), best
     trials = [*tried, ScheduleTrial(loser.candidate.option, loser.prediction.seconds, True)]
     return replace(best, trials=tuple(sorted(trials, key=lambda trial: trial.seconds)))
 
 
-def _weigh(found: RankedPlan) -> float:
-    return penalize(found.prediction.seconds, found.candidate.option)
+def _weigh(plan: RankedPlan) -> float:
+    return penalize(plan.prediction.seconds, plan.candidate.option)
 
 
-def _build_variants(estimates: CurveCache, first: RankedPlan, options: Sequence[ScheduleOption]) -> list[_Variant]:
+def _build_variants(estimates: CurveCache, plan: RankedPlan, options: Sequence[ScheduleOption]) -> list[_Variant]:
     """Return the plan with every other schedule that its graph and its replicas allow."""
-    candidate = first.candidate
-    stages, most = len(candidate.meshes), estimates.max_stages
-    usable = usable_options(options, stages, candidate.microbatches, most, candidate.sync, candidate.turns)
+    candidate = plan.candidate
+    stages, max_stages = len(candidate.meshes), estimates.max_stages
+    usable = usable_options(options, stages, candidate.microbatches, max_stages, candidate.sync, candidate.turns)
     usable = [option for option in usable if option != candidate.option]
     if not usable or candidate.option[0] in ASYNCHRONOUS:
         return []
     # What follows the passes (reductions, the optimizer) stays.
-    timeline = first.prediction.timeline
-    after = timeline.makespan() - max(span.end for span in timeline.spans if span.action.kind in PASSES)
-    found = list[_Variant]()
+    timeline = plan.prediction.timeline
+    closing_seconds = timeline.makespan() - max(span.end for span in timeline.spans if span.action.kind in PASSES)
+    variants = list[_Variant]()
     for option in usable:
         changed = with_schedule(estimates, candidate, option)
         if changed is None:
             continue
         priced = price_plan(estimates, changed)
-        seconds = _play_passes(priced) + after
-        found.append(_Variant(priced, seconds, max(0.0, priced.peak_bytes - candidate.memory_limit)))
-    return found
+        seconds = _play_passes(priced) + closing_seconds
+        variants.append(_Variant(priced, seconds, max(0.0, priced.peak_bytes - candidate.memory_limit)))
+    return variants
 
 
 def with_schedule(estimates: CurveCache, candidate: RatedPlan, option: ScheduleOption) -> RatedPlan | None:
@@ -137,5 +137,5 @@ def _play_passes(priced: PricedPlan) -> float:
     played = play_orders(problem, orders)
     assert played is not None  # named schedules have no circles
     ends, begins = ([played.heads[order[at]] for order in orders] for at in (-1, 0))
-    last = (played.seconds[order[-1]] for order in orders)
-    return max(end + own - begin for begin, end, own in zip(begins, ends, last, strict=True))
+    durations = (played.seconds[order[-1]] for order in orders)
+    return max(end + duration - begin for begin, end, duration in zip(begins, ends, durations, strict=True))

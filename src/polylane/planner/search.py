@@ -135,24 +135,24 @@ def _search(
     finalists: int,
     keep: Callable[[RatedPlan], bool],
     far: float,
-    told: Told,
+    tick: Told,
 ) -> SearchResult:
     """Search once, skipping plans whose lower bound is more than ``far`` times the best time."""
-    every, passed, most = list[RatedPlan](), 0, max(wish.workers)
+    candidates, passed, max_workers = list[RatedPlan](), 0, max(wish.workers)
     for workers in wish.workers:
-        looking = _UniformSearch(estimates, wish, keep, far if finalists else 1.0, finalists > 0, told)
-        every += looking.rate(workers)
+        looking = _UniformSearch(estimates, wish, keep, far if finalists else 1.0, finalists > 0, tick)
+        candidates += looking.rate(workers)
         passed += looking.skipped_count
     # Both searches divide the batch over replicas or microbatches.
     if not wish.batch_is_indivisible:
-        other = _search_unequal(estimates, wish, most)
+        unequal_plans = _search_unequal(estimates, wish, max_workers)
         if not wish.fixed.degrees:
-            other += plan_branches(estimates, most, wish.memory_limit)
-        every += _with_fixed_schedule(other, wish, estimates.max_stages)
-    every = [c for c in every if wish.fixed.allows(c.meshes, c.microbatches, most) and keep(c)]
-    fitting = sorted((c for c in every if c.fits), key=_weighted_estimate)
-    excluded = [c for c in every if not c.fits]
-    exact, too_big = _exact(estimates, _drop_near_duplicates(fitting), wish, finalists, told) if finalists else ([], {})
+            unequal_plans += plan_branches(estimates, max_workers, wish.memory_limit)
+        candidates += _with_fixed_schedule(unequal_plans, wish, estimates.max_stages)
+    candidates = [c for c in candidates if wish.fixed.allows(c.meshes, c.microbatches, max_workers) and keep(c)]
+    fitting = sorted((c for c in candidates if c.fits), key=_weighted_estimate)
+    excluded = [c for c in candidates if not c.fits]
+    exact, too_big = _exact(estimates, _drop_near_duplicates(fitting), wish, finalists, tick) if finalists else ([], {})
     exact.sort(key=lambda f: weigh(f.candidate, f.prediction.seconds))
     exact[:1] = [simulate_runner_up(estimates, best) for best in exact[:1]]
     excluded = sorted([*excluded, *too_big.values()], key=lambda c: c.seconds)
@@ -165,18 +165,18 @@ def _exact(
     candidates: Sequence[RatedPlan],
     wish: SearchRequest,
     finalists: int,
-    told: Told = tell_nobody,
+    tick: Told = tell_nobody,
 ) -> tuple[list[RankedPlan], dict[int, RatedPlan]]:
     """Predict the best candidates exactly; return them, and by id() those that turn out not to fit.
 
     At least the plans that are wanted if that many fit; more as long as that is little work.
     """
-    found, too_big, passes, top = list[RankedPlan](), dict[int, RatedPlan](), 0, wish.plan_count
+    ranked_plans, too_big, passes, top = list[RankedPlan](), dict[int, RatedPlan](), 0, wish.plan_count
     for candidate in candidates:
-        enough = passes > PASSES or len(found) >= max(finalists, 2 * top)
-        if len(found) >= top and (enough or len(too_big) >= finalists):
+        enough = passes > PASSES or len(ranked_plans) >= max(finalists, 2 * top)
+        if len(ranked_plans) >= top and (enough or len(too_big) >= finalists):
             break
-        told("simulated", len(found) + len(too_big))
+        tick("simulated", len(ranked_plans) + len(too_big))
         # The estimate's memory is a bound of the search; only the prediction's peak decides.
         priced = _price_where_it_fits(estimates, candidate, wish)
         if not _can_run(priced, wish):
@@ -184,13 +184,13 @@ def _exact(
         if priced.peak_bytes > candidate.memory_limit:
             too_big[id(candidate)] = replace(candidate, peak_bytes=float(priced.peak_bytes))
             continue
-        one = priced.simulate()
-        passes += one.plan.pipeline * one.plan.microbatches
-        beat = min((each.prediction.seconds for each in found), default=math.inf)
-        one, more = choose_schedule(estimates, one, wish.fixed.schedules, beat)
-        passes += more
-        found.append(one)
-    return found, too_big
+        ranked_plan = priced.simulate()
+        passes += ranked_plan.plan.pipeline * ranked_plan.plan.microbatches
+        beat = min((plan.prediction.seconds for plan in ranked_plans), default=math.inf)
+        ranked_plan, extra_passes = choose_schedule(estimates, ranked_plan, wish.fixed.schedules, beat)
+        passes += extra_passes
+        ranked_plans.append(ranked_plan)
+    return ranked_plans, too_big
 
 
 def _can_run(priced: PricedPlan, wish: SearchRequest) -> bool:
@@ -205,10 +205,10 @@ def _can_run(priced: PricedPlan, wish: SearchRequest) -> bool:
 
 def _price_where_it_fits(estimates: CurveCache, candidate: RatedPlan, wish: SearchRequest) -> PricedPlan:
     """Return a candidate as a full plan; with another schedule, the plainest, where its own does not fit."""
-    first, limit = price_plan(estimates, candidate), candidate.memory_limit
-    options = wish.fixed.schedules if first.peak_bytes > limit else ()
-    stages, most = len(candidate.meshes), estimates.max_stages
-    for option in usable_options(options, stages, candidate.microbatches, most, candidate.sync, candidate.turns):
+    full_plan, limit = price_plan(estimates, candidate), candidate.memory_limit
+    options = wish.fixed.schedules if full_plan.peak_bytes > limit else ()
+    stages, max_stages = len(candidate.meshes), estimates.max_stages
+    for option in usable_options(options, stages, candidate.microbatches, max_stages, candidate.sync, candidate.turns):
         changed = None if option == candidate.option else with_schedule(estimates, candidate, option)
         priced = None if changed is None else price_plan(estimates, changed)
         if priced is not None and priced.peak_bytes <= limit:
@@ -216,23 +216,23 @@ def _price_where_it_fits(estimates: CurveCache, candidate: RatedPlan, wish: Sear
         # Where 1F1B does not fit, no other does.
         if option == PLAIN_SCHEDULE:
             break
-    return first
+    return full_plan
 
 
-def _with_fixed_schedule(candidates: Sequence[RatedPlan], wish: SearchRequest, most: int) -> list[RatedPlan]:
+def _with_fixed_schedule(candidates: Sequence[RatedPlan], wish: SearchRequest, max_stages: int) -> list[RatedPlan]:
     """Return those of candidates rated as 1F1B that may have one of the fixed schedules, with the first such one.
 
     Their stages are not divided into chunks. Estimates stay those of 1F1B.
     """
     if PLAIN_SCHEDULE in wish.fixed.schedules:
         return list(candidates)
-    found = []
+    rated_plans = []
     for candidate in candidates:
         options = [option for option in wish.fixed.schedules if option[1] == 1]
         stages, turns = len(candidate.meshes), candidate.turns
-        usable = usable_options(options, stages, candidate.microbatches, most, candidate.sync, turns)
-        found += [replace(candidate, option=option) for option in usable[:1]]
-    return found
+        usable = usable_options(options, stages, candidate.microbatches, max_stages, candidate.sync, turns)
+        rated_plans += [replace(candidate, option=option) for option in usable[:1]]
+    return rated_plans
 
 
 def _weighted_estimate(candidate: RatedPlan) -> float:
@@ -242,13 +242,13 @@ def _weighted_estimate(candidate: RatedPlan) -> float:
 def _drop_near_duplicates(candidates: Sequence[RatedPlan]) -> list[RatedPlan]:
     """Keep only the three best of plans that differ in microbatches alone, so that finalists are diverse."""
     counts: dict[object, int] = {}
-    kept = []
+    distinct_plans = []
     for candidate in candidates:
         key = (candidate.meshes, candidate.stage_of_piece, candidate.sync.shard, candidate.takes_turns)
         counts[key] = counts.get(key, 0) + 1
         if counts[key] <= 3:
-            kept.append(candidate)
-    return kept
+            distinct_plans.append(candidate)
+    return distinct_plans
 
 
 class _UniformSearch:
@@ -260,7 +260,7 @@ class _UniformSearch:
         keep: filter of the candidates that may be chosen.
         far: skip plans whose lower bound exceeds the best time by this factor.
         families: whether to find the best plan of every family, not only the best of all.
-        told: progress callback, called with every plan that is rated.
+        tick: progress callback, called with every plan that is rated.
 
     Attributes:
         skipped_count: number of plans skipped so far.
@@ -273,10 +273,10 @@ class _UniformSearch:
         keep: Callable[[RatedPlan], bool],
         far: float,
         families: bool,
-        told: Told = tell_nobody,
+        tick: Told = tell_nobody,
     ) -> None:
         self._estimates, self._wish, self._keep, self._far, self._families = estimates, wish, keep, far, families
-        self._told, self._rated = told, 0
+        self._told, self._rated = tick, 0
         self._variants = sharding_variants(estimates, wish)
         self._best: dict[object, float] = {}  # best seconds that fit, by family (axes in use)
         self.skipped_count = 0
@@ -296,17 +296,17 @@ class _UniformSearch:
             wish.microbatches,
             1 if wish.fixed.schedule in ASYNCHRONOUS else 2,
         ):
-            for each in self._divide_work(uniform):
-                if not wish.fixed.allows((each.mesh,) * each.stages, each.microbatches, max(wish.workers)):
+            for plan in self._divide_work(uniform):
+                if not wish.fixed.allows((plan.mesh,) * plan.stages, plan.microbatches, max(wish.workers)):
                     continue
-                if not wish.batch_is_indivisible or each.data == each.microbatches == 1:
-                    (double if each.sequence > 1 and each.tensor > 1 else single).append(each)
-        found = self._rate_best_first(single)
-        best = sorted((pair for pair in found if pair[1].fits), key=lambda pair: pair[1].seconds)
+                if not wish.batch_is_indivisible or plan.data == plan.microbatches == 1:
+                    (double if plan.sequence > 1 and plan.tensor > 1 else single).append(plan)
+        pairs = self._rate_best_first(single)
+        best = sorted((pair for pair in pairs if pair[1].fits), key=lambda pair: pair[1].seconds)
         # Products sequence x tensor of the fastest plans that shard operators at all, in the order of their seconds.
         inner = list(dict.fromkeys(u.sequence * u.tensor for u, _ in best if u.sequence * u.tensor > 1))[:BOTH_AXES]
-        found += self._rate_best_first([u for u in double if u.sequence * u.tensor in inner])
-        return [candidate for _, candidate in found]
+        pairs += self._rate_best_first([u for u in double if u.sequence * u.tensor in inner])
+        return [candidate for _, candidate in pairs]
 
     def _divide_work(self, uniform: UniformPlan) -> list[UniformPlan]:
         """Return a uniform plan with what its replicas may do with a microbatch: split it, or take turns.
@@ -318,10 +318,10 @@ class _UniformSearch:
         # A number of microbatches that is fixed is that of the step, whatever a replica has of them.
         turning = replace(uniform, takes_turns=True) if "microbatches" in fixed.counts else uniform.in_turn()
         useful = uniform.stages > 1 and code.has_batch_statistics and self._turns_are_possible
-        ways = [uniform] if uniform.data == 1 or fixed.replicas != TURNS else []
+        plans = [uniform] if uniform.data == 1 or fixed.replicas != TURNS else []
         if uniform.data > 1 and (fixed.replicas == TURNS or (fixed.replicas is None and useful)):
-            ways.append(turning)
-        return [way for way in ways if way.divides(self._estimates.batch)]
+            plans.append(turning)
+        return [plan for plan in plans if plan.divides(self._estimates.batch)]
 
     @cached_property
     def _turns_are_possible(self) -> bool:
@@ -329,22 +329,22 @@ class _UniformSearch:
 
     def _rate_best_first(self, uniforms: Sequence[UniformPlan]) -> list[tuple[UniformPlan, RatedPlan]]:
         """Rate plans in the order of their lower bounds; return those that were not skipped."""
-        found, options = [], self._wish.fixed.schedules
-        for least, uniform in sorted(
+        pairs, options = [], self._wish.fixed.schedules
+        for lower_bound, uniform in sorted(
             ((uniform_plans.min_step_seconds(self._estimates, u, options), u) for u in uniforms),
             key=lambda pair: pair[0],
         ):
             axes = (uniform.data > 1, uniform.stages > 1, uniform.sequence > 1, uniform.tensor > 1)
-            if self._is_hopeless(least, axes):
+            if self._is_hopeless(lower_bound, axes):
                 self.skipped_count += 1
                 continue
             for candidate in self._rate_variants(uniform):
                 self._rated += 1
                 self._told("compared", self._rated + self.skipped_count)
-                found.append((uniform, candidate))
+                pairs.append((uniform, candidate))
                 if candidate.fits and self._keep(candidate):
                     self._best[axes] = min(candidate.seconds, self._best.get(axes, math.inf))
-        return found
+        return pairs
 
     def _rate_variants(self, uniform: UniformPlan) -> Iterator[RatedPlan]:
         """Yield a uniform plan with every kind of sharding that may be worth it."""
@@ -361,10 +361,10 @@ class _UniformSearch:
             if number and candidate.peak_bytes <= SURE * candidate.memory_limit:
                 return
 
-    def _is_hopeless(self, least: float, axes: object) -> bool:
+    def _is_hopeless(self, lower_bound: float, axes: object) -> bool:
         """Return whether a plan with this lower bound can be skipped."""
         kind = self._best.get(axes, math.inf) if self._families else 0.0
-        return least > max(self._far * min(self._best.values(), default=math.inf), kind)
+        return lower_bound > max(self._far * min(self._best.values(), default=math.inf), kind)
 
 
 def sharding_variants(estimates: CurveCache, wish: SearchRequest) -> list[CurveCache]:
@@ -383,11 +383,11 @@ def _search_unequal(estimates: CurveCache, wish: SearchRequest, workers: int) ->
     counts: Sequence[int] = (1, *MICROBATCHES) if wish.fixed.schedule in ASYNCHRONOUS else MICROBATCHES
     if wish.microbatches is not None:
         counts = (wish.microbatches,)
-    split = (search_unequal_meshes(each, workers, wish.memory_limit, counts) for each in variants)
-    found = next((plans for plans in split if plans), [])
+    split = (search_unequal_meshes(variant, workers, wish.memory_limit, counts) for variant in variants)
+    best_plans = next((plans for plans in split if plans), [])
     if wish.fixed.replicas != SPLIT and may_take_turns(estimates):
-        found += search_unequal_meshes(estimates, workers, wish.memory_limit, counts, in_turn=True)
-    return found
+        best_plans += search_unequal_meshes(estimates, workers, wish.memory_limit, counts, in_turn=True)
+    return best_plans
 
 
 def may_take_turns(estimates: CurveCache) -> bool:

@@ -16,7 +16,7 @@ Told = Callable[[str, int], None]
 PATIENCE, EVERY = 1.5, 0.1
 
 
-def tell_nobody(what: str, plans: int) -> None:
+def tell_nobody(activity: str, plans: int) -> None:
     """Do nothing: nobody waits for this search."""
 
 
@@ -39,14 +39,14 @@ def show_progress(console: Console | None = None, clock: Callable[[], float] = t
     task, start = bar.add_task("searching", total=None), clock()
     shown = start
 
-    def told(what: str, plans: int) -> None:
+    def told(activity: str, plans: int) -> None:
         nonlocal shown
         now = clock()
         if now - start < PATIENCE or now - shown < EVERY:
             return
         shown = now
         bar.start()
-        bar.update(task, description=f"searching: {plans:,} plans {what}", refresh=True)
+        bar.update(task, description=f"searching: {plans:,} plans {activity}", refresh=True)
 
     try:
         yield told

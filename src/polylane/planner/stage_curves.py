@@ -72,23 +72,23 @@ class StageCurves:
         """Running sum of both passes' seconds, without host overhead and the bound of overlapped collectives."""
         return self.forward + self.backward
 
-    def stage_seconds(self, first: Places, end: Places) -> StageSeconds:
+    def stage_seconds(self, start: Places, end: Places) -> StageSeconds:
         """Return the seconds of a microbatch on the stages between positions, host overhead included."""
-        return self._pass_seconds(lambda curve: np.asarray(curve[end] - curve[first]))
+        return self._pass_seconds(lambda curve: np.asarray(curve[end] - curve[start]))
 
     def balanced_seconds(self, stages: int) -> StageSeconds:
         """Return the seconds of a microbatch on so many stages that share the graph evenly."""
         return self._pass_seconds(lambda curve: np.full(stages, (curve[-1] - curve[0]) / stages))
 
-    def _pass_seconds(self, own: Callable[[Array], Array]) -> StageSeconds:
-        """Return the seconds of stages, of which ``own`` returns the part of each in a running sum."""
-        forward, backward = own(self.forward) + self.host_overhead, own(self.backward) + self.host_overhead
-        gathers = own(self.gather_seconds)
+    def _pass_seconds(self, part: Callable[[Array], Array]) -> StageSeconds:
+        """Return the seconds of stages, of which ``part`` returns the part of each in a running sum."""
+        forward, backward = part(self.forward) + self.host_overhead, part(self.backward) + self.host_overhead
+        gathers = part(self.gather_seconds)
         return StageSeconds(
             np.maximum(forward, gathers),
-            np.maximum(backward, gathers + own(self.scatter_seconds)),
-            own(self.weight),
-            own(self.halving),
+            np.maximum(backward, gathers + part(self.scatter_seconds)),
+            part(self.weight),
+            part(self.halving),
             overhead=self.host_overhead,
         )
 
@@ -111,15 +111,15 @@ class Footprint:
     method: TrainingOptions
     sync: SyncOptions = SUM
 
-    def __call__(self, elements: Array, held: Array, data: int) -> Array:
+    def __call__(self, elements: Array, activation_bytes: Array, data: int) -> Array:
         """Return the bytes of workers, one for each stage of the arrays.
 
         Args:
             elements: trained elements of one rank.
-            held: activation bytes of all microbatches in flight.
+            activation_bytes: activation bytes of all microbatches in flight.
             data: number of replicas of the stage.
         """
-        tensors = elements * self.bytes_per_element(data) + held
+        tensors = elements * self.bytes_per_element(data) + activation_bytes
         return tensors * (1 + self.margin.share) + self.margin.fixed_bytes
 
     def available_bytes(self, limit: float) -> float:
@@ -129,8 +129,8 @@ class Footprint:
     def bytes_per_element(self, data: int) -> float:
         """Return the bytes of parameters, gradients and optimizer states per trained element of a rank."""
         load = TrainedBytes(self.itemsize, self.itemsize, self.state_bytes)
-        own = shard_trained_bytes(load, self.method, StateSharding.of(self.sync, data))
-        return own.parameters + own.gradients + own.states
+        trained_bytes = shard_trained_bytes(load, self.method, StateSharding.of(self.sync, data))
+        return trained_bytes.parameters + trained_bytes.gradients + trained_bytes.states
 
 
 class CurveCache:
@@ -175,11 +175,11 @@ class CurveCache:
         Everything that does not depend on it is shared: tables, activations, and all curves but those of parameters
         that are gathered or gradients that are scattered inside the passes.
         """
-        other = CurveCache.__new__(CurveCache)
-        other.basis, other.batch, other.staying, other.sync = self.basis, self.batch, self.staying, sync
-        other.positions, other._counts_cache, other._curves = self.positions, self._counts_cache, self._curves
-        other.cuts_cache = self.cuts_cache
-        return other
+        clone = CurveCache.__new__(CurveCache)
+        clone.basis, clone.batch, clone.staying, clone.sync = self.basis, self.batch, self.staying, sync
+        clone.positions, clone._counts_cache, clone._curves = self.positions, self._counts_cache, self._curves
+        clone.cuts_cache = self.cuts_cache
+        return clone
 
     def sharding(self, data: int, microbatches: int = 1) -> StateSharding:
         """Return what so many replicas share out in a step of so many microbatches."""
@@ -191,9 +191,9 @@ class CurveCache:
         basis = self.basis
         trained = [(name, info) for name, info in basis.stages.graph.parameters.items() if info.trainable]
         elements = sum(math.prod(info.shape) for _, info in trained) or 1
-        kept = sum(basis.optimizer.bytes(name, info.shape) for name, info in trained) / elements
+        state_bytes = sum(basis.optimizer.bytes(name, info.shape) for name, info in trained) / elements
         item = sum(info.bytes for _, info in trained) // elements or 4
-        return Footprint(kept, item, basis.margin, basis.method, self.sync)
+        return Footprint(state_bytes, item, basis.margin, basis.method, self.sync)
 
     def table(self, mesh: Degrees, samples: int) -> CostTable:
         """Return the cost of every node on the slowest device of the cluster."""
@@ -224,12 +224,12 @@ class CurveCache:
         sharding = self.sharding(len(replicas), microbatches)
         parts = sharding.in_passes
         group = sharding.group(replicas)
-        where = (self.basis.cluster.span(group), sharding.gathers_parameters) if parts else None
+        exchange = (self.basis.cluster.span(group), sharding.gathers_parameters) if parts else None
         crowded = self.basis.cluster.for_workers(mesh.workers) is not self.basis.cluster
-        key = (mesh.sequence, mesh.tensor, samples, self._statistics_replicas(mesh), crowded, where)
+        key = (mesh.sequence, mesh.tensor, samples, self._statistics_replicas(mesh), crowded, exchange)
         if key not in self._curves:
             # Zeros broadcast to any length where nothing is gathered.
-            beside = (
+            collective_seconds = (
                 [
                     self._block_collective_seconds(mesh, kind, group)
                     if sharding.gathers_parameters or kind != "all_gather"
@@ -239,7 +239,7 @@ class CurveCache:
                 if parts
                 else [np.zeros(1)] * 2
             )
-            self._curves[key] = self._build_curves(mesh, samples, *beside)
+            self._curves[key] = self._build_curves(mesh, samples, *collective_seconds)
         return self._curves[key]
 
     def _build_curves(self, mesh: Degrees, samples: int, gathers: Array, scatters: Array) -> StageCurves:
@@ -248,15 +248,15 @@ class CurveCache:
         forward = table.forward + table.waits + EXPOSED * gathers
         backward = table.backward + table.backward_waits + EXPOSED * (gathers + scatters)
         if recompute == "full":
-            held = stages.block_input_bytes(mesh) * samples
+            activation_bytes = stages.block_input_bytes(mesh) * samples
         else:
-            held = self._activation_bytes(mesh, recompute == "selective") * samples
+            activation_bytes = self._activation_bytes(mesh, recompute == "selective") * samples
         return StageCurves(
             forward[at],
             backward[at],
             table.backward_weight[at],
             table.halving[at],
-            held[at],
+            activation_bytes[at],
             self._elements(mesh)[at],
             self._frozen_bytes(mesh)[at],
             stages.cut_bytes(mesh)[at] * samples,
@@ -325,22 +325,22 @@ class CurveCache:
             return network.collective_seconds(cluster, "all_reduce", size, ranks, None) / sync.every
         side = max(1, math.isqrt(int(elements)))
         tensors = [TrainedTensor((side, max(1, int(elements) // side)), item, len(ranks))]
-        found = price_compressed(sync, tensors, ranks, cluster, cluster.device(0))
-        return found.seconds + found.packing + found.unpacking
+        reduction = price_compressed(sync, tensors, ranks, cluster, cluster.device(0))
+        return reduction.seconds + reduction.packing + reduction.unpacking
 
-    def _activation_bytes(self, mesh: Degrees, again: bool) -> Array:
+    def _activation_bytes(self, mesh: Degrees, is_selective: bool) -> Array:
         """Return the activation bytes per sample of the nodes before each cut position."""
-        key = (mesh.sequence, mesh.tensor, "held", again)
+        key = (mesh.sequence, mesh.tensor, "held", is_selective)
         if key not in self._counts_cache:
             base = self.basis.stages.graph.samples
-            dropped = self.basis.stages.drop_everywhere(mesh, base, "selective" if again else NONE)
+            dropped = self.basis.stages.drop_everywhere(mesh, base, "selective" if is_selective else NONE)
             residence = self.basis.stages.live_ranges(mesh, base, dropped)
-            held = np.zeros(len(self.basis.stages.graph.nodes) + 1)
+            live_bytes = np.zeros(len(self.basis.stages.graph.nodes) + 1)
             for position in self.positions[1:]:
                 # Exact for the stage from 0 to the position; the differences approximate other
                 # stages. Live bytes may shrink at a cut, but running sums must not.
-                held[position] = residence.microbatch_memory([(0, int(position))]).live_bytes / base
-            self._counts_cache[key] = np.maximum.accumulate(held)
+                live_bytes[position] = residence.microbatch_memory([(0, int(position))]).live_bytes / base
+            self._counts_cache[key] = np.maximum.accumulate(live_bytes)
         return self._counts_cache[key]
 
     def _elements(self, mesh: Degrees) -> Array:
@@ -350,8 +350,8 @@ class CurveCache:
             for name, position in self.basis.stages.first_uses.items():
                 if not self.basis.stages.graph.parameters[name].trainable:
                     continue
-                place = (f"parameter:{name}", 0)
-                counts[position + 1] += sheet.busiest_bytes(place, sheet.view.samples) / sheet.itemsize(place)
+                tensor = (f"parameter:{name}", 0)
+                counts[position + 1] += sheet.busiest_bytes(tensor, sheet.view.samples) / sheet.itemsize(tensor)
             self._counts_cache[key] = np.cumsum(counts)
         return self._counts_cache[key]
 

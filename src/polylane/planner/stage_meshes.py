@@ -86,10 +86,10 @@ def search_unequal_meshes(
     """
     if workers > MOST_WORKERS or workers < 3 or estimates.max_stages < 2:
         return []
-    found = []
+    plans = []
     for count in (m for m in microbatches if m <= estimates.batch):
-        found += StageMeshSearch(estimates, workers, count, limit, in_turn).find_best()
-    return found
+        plans += StageMeshSearch(estimates, workers, count, limit, in_turn).find_best()
+    return plans
 
 
 class StageMeshSearch:
@@ -113,11 +113,11 @@ class StageMeshSearch:
 
     def find_best(self) -> list[RatedPlan]:
         """Return the best candidate in a list; an empty list if equal meshes are better."""
-        one = min((float(option.seconds[0, -1]) for option in self.options), default=0.0)
+        max_bound = min((float(option.seconds[0, -1]) for option in self.options), default=0.0)
         best: tuple[float, Chosen] | None = None
         # Bounds from the fastest single stage down to its perfect split over all workers. Where no stages keep within
         # one, none keep within a lower one: where nothing fits in memory, a single bound is tried.
-        for bound in reversed(np.geomspace(one / self.workers, one, BOUNDS)) if one else ():
+        for bound in reversed(np.geomspace(max_bound / self.workers, max_bound, BOUNDS)) if max_bound else ():
             chosen = self.choose_stages(float(bound))
             if chosen is None:
                 break
@@ -149,12 +149,12 @@ class StageMeshSearch:
 
     def _max_stage_bytes(self, chosen: Chosen) -> float:
         """Return the bytes of a rank of the stage that needs the most memory."""
-        most, used = 0.0, 0
+        max_bytes, used = 0.0, 0
         for number, (a, b, option) in enumerate(reversed(chosen), 1):
             used += option.mesh.workers
             live = self.count_live(option, number, used)
-            most = max(most, float(self.stage_bytes(self.options.index(option), live)[a, b]))
-        return most
+            max_bytes = max(max_bytes, float(self.stage_bytes(self.options.index(option), live)[a, b]))
+        return max_bytes
 
     def count_live(self, option: MeshOption, stages: int, workers: int) -> int:
         """Return the microbatches that a rank of a stage holds at once under 1F1B, at most.
@@ -173,10 +173,10 @@ class StageMeshSearch:
 
     def step_seconds(self, chosen: Chosen) -> float:
         """Return the seconds of a step: sum of the stages, the slowest for all further microbatches, and the end."""
-        own = [float(option.seconds[a, b]) for a, b, option in chosen]
-        further = (-(-self.microbatches // option.turns) - 1 for _, _, option in chosen)
-        slowest = max(count * seconds for count, seconds in zip(further, own, strict=True))
-        return sum(own) + slowest + max(float(option.closing_seconds[a, b]) for a, b, option in chosen)
+        stage_seconds = [float(option.seconds[a, b]) for a, b, option in chosen]
+        repeats = (-(-self.microbatches // option.turns) - 1 for _, _, option in chosen)
+        slowest = max(count * seconds for count, seconds in zip(repeats, stage_seconds, strict=True))
+        return sum(stage_seconds) + slowest + max(float(option.closing_seconds[a, b]) for a, b, option in chosen)
 
     @cached_property
     def options(self) -> list[MeshOption]:
@@ -184,8 +184,8 @@ class StageMeshSearch:
         splits = [(1, 1), *((1, n) for n in DEGREES), *((n, 1) for n in DEGREES)]
         # Each replica needs a sample of every microbatch, or in turn a microbatch.
         parts = self.microbatches if self.in_turn else self.estimates.batch // self.microbatches
-        most = min(self.workers - 1, parts)
-        meshes = [Degrees(data, sequence, tensor) for data in range(1, most + 1) for sequence, tensor in splits]
+        max_data = min(self.workers - 1, parts)
+        meshes = [Degrees(data, sequence, tensor) for data in range(1, max_data + 1) for sequence, tensor in splits]
         return [self._build_option(mesh) for mesh in meshes if mesh.workers < self.workers]
 
     def _build_option(self, mesh: Degrees) -> MeshOption:
@@ -196,60 +196,60 @@ class StageMeshSearch:
         # Replicas in turn sum no statistics inside their passes.
         curves = self.estimates.curves(mesh._replace(data=mesh.data // turns), samples, replicas, m)
         times = curves.stage_seconds(at[:, None], at[None, :])
-        elements, held = curves.elements[at], curves.activation_bytes[at]
+        elements, memory = curves.elements[at], curves.activation_bytes[at]
         inward = np.array(
             [network.message_seconds(basis.cluster, float(b), 0, 1) if b else 0.0 for b in curves.cut_bytes[at]]
         )
         # The first stage receives no messages; elsewhere values come in and gradients of the same size go
         # back (2 * inward).
         inward[0] = 0.0
-        own = np.maximum(elements[None, :] - elements[:, None], 0.0)
+        counts = np.maximum(elements[None, :] - elements[:, None], 0.0)
         device, sharding = basis.cluster.device(0), self.estimates.sharding(mesh.data, m)
-        ending = np.vectorize(lambda n: basis.update_seconds(device, sharding.count_updated(int(n))))(own)
+        ending = np.vectorize(lambda n: basis.update_seconds(device, sharding.count_updated(int(n))))(counts)
         summed, handed = self.estimates.closing_seconds(SAMPLE, replicas, m)
         # About 70% of the gradient reduction overlaps with the last backward pass.
-        ending = ending + own / SAMPLE * (summed * (0.3 if basis.method.overlap else 1.0) + handed)
+        ending = ending + counts / SAMPLE * (summed * (0.3 if basis.method.overlap else 1.0) + handed)
         seconds = times.forward + times.backward + 2 * inward[:, None]
         frozen = curves.frozen_bytes[at]
         return MeshOption(
-            mesh, turns, seconds, ending, own, held[None, :] - held[:, None], frozen[None, :] - frozen[:, None]
+            mesh, turns, seconds, ending, counts, memory[None, :] - memory[:, None], frozen[None, :] - frozen[:, None]
         )
 
     def stage_bytes(self, number: int, live: int) -> Array:
         """Return the bytes of a rank of every stage on one option, with ``live`` microbatches in flight."""
         if (number, live) not in self._bytes:
             option = self.options[number]
-            held = option.activation_bytes * live + option.frozen_bytes + self.estimates.gathered_bytes(option.mesh)
-            self._bytes[number, live] = self.estimates.footprint(option.elements, held, option.mesh.data)
+            memory = option.activation_bytes * live + option.frozen_bytes + self.estimates.gathered_bytes(option.mesh)
+            self._bytes[number, live] = self.estimates.footprint(option.elements, memory, option.mesh.data)
         return self._bytes[number, live]
 
     def choose_stages(self, bound: float) -> Chosen | None:
         """Return the stages with the least sum of times, none above ``bound``; None if there are none."""
         count, rounds = len(self.places), list[_SearchRound]()
-        least = np.full((self.workers + 1, count), np.inf)  # [workers, first position]: least time to the end
-        least[0, -1] = 0.0
+        times = np.full((self.workers + 1, count), np.inf)  # [workers, first position]: least time to the end
+        times[0, -1] = 0.0
         best = np.inf
         stages = 0
         for number in range(1, min(MOST_STAGES, self.workers, count - 1) + 1):
-            rounds.append(self._add_stage(least, bound, number))
-            least = rounds[-1].least
-            if least[self.workers, 0] < best:
-                best, stages = float(least[self.workers, 0]), number
+            rounds.append(self._add_stage(times, bound, number))
+            times = rounds[-1].least
+            if times[self.workers, 0] < best:
+                best, stages = float(times[self.workers, 0]), number
         if not stages:
             return None
         # Follow the choices from the first stage, which was added last.
-        result, at, left = Chosen(), 0, self.workers
-        for each in reversed(rounds[:stages]):
-            option, end = self.options[int(each.option[left, at])], int(each.end[left, at])
+        result, at, workers = Chosen(), 0, self.workers
+        for search_round in reversed(rounds[:stages]):
+            option, end = self.options[int(search_round.option[workers, at])], int(search_round.end[workers, at])
             result.append((at, end, option))
-            at, left = end, left - option.mesh.workers
+            at, workers = end, workers - option.mesh.workers
         return result
 
-    def _add_stage(self, after: Array, bound: float, stages: int) -> _SearchRound:
-        """Prepend one stage to the best stages so far, of which there are then so many; ``after`` has their times."""
+    def _add_stage(self, tails: Array, bound: float, stages: int) -> _SearchRound:
+        """Prepend one stage to the best stages so far, of which there are then so many; ``tails`` has their times."""
         count = len(self.places)
-        least = np.full_like(after, np.inf)
-        choice, ends = (np.full(after.shape, -1, dtype=np.int64) for _ in "12")
+        times = np.full_like(tails, np.inf)
+        choice, ends = (np.full(tails.shape, -1, dtype=np.int64) for _ in "12")
         upper = np.triu(np.ones((count, count), dtype=bool), 1)
         for number, option in enumerate(self.options):
             quick = upper & (option.period <= bound)
@@ -257,17 +257,17 @@ class StageMeshSearch:
                 continue
             # The end of the step happens once, not per microbatch: only the slowest counts, spread here
             # so that sums stay additive.
-            whole = option.seconds + option.closing_seconds / self.microbatches
-            live, cost = 0, whole
+            full_cost = option.seconds + option.closing_seconds / self.microbatches
+            live, cost = 0, full_cost
             for used in range(option.mesh.workers, self.workers + 1):
                 if live != (live := self.count_live(option, stages, used)):
-                    cost = np.where(quick & (self.stage_bytes(number, live) <= self.limit), whole, np.inf)
-                total = cost + after[used - option.mesh.workers][None, :]
+                    cost = np.where(quick & (self.stage_bytes(number, live) <= self.limit), full_cost, np.inf)
+                total = cost + tails[used - option.mesh.workers][None, :]
                 end = np.argmin(total, axis=1)
                 value = total[np.arange(count), end]
-                better = value < least[used]
-                least[used][better], choice[used][better], ends[used][better] = value[better], number, end[better]
-        return _SearchRound(least, choice, ends)
+                better = value < times[used]
+                times[used][better], choice[used][better], ends[used][better] = value[better], number, end[better]
+        return _SearchRound(times, choice, ends)
 
 
 @dataclass(frozen=True)
@@ -286,10 +286,10 @@ def choose_positions(estimates: CurveCache) -> list[int]:
         return list(range(count))
     entering = estimates.basis.stages.cut_bytes(Degrees())[estimates.positions]
     table = estimates.table(Degrees(), 1)
-    work = ((table.forward + table.waits) + (table.backward + table.backward_waits))[estimates.positions]
-    groups = np.searchsorted(np.linspace(work[0], work[-1], MOST_PLACES - 1), work[1:-1], side="right")
-    kept = {0, count - 1}
+    seconds = ((table.forward + table.waits) + (table.backward + table.backward_waits))[estimates.positions]
+    groups = np.searchsorted(np.linspace(seconds[0], seconds[-1], MOST_PLACES - 1), seconds[1:-1], side="right")
+    indices = {0, count - 1}
     for group in np.unique(groups):
         members = 1 + np.flatnonzero(groups == group)
-        kept.add(int(members[np.argmin(entering[members])]))
-    return sorted(kept)
+        indices.add(int(members[np.argmin(entering[members])]))
+    return sorted(indices)

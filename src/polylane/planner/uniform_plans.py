@@ -154,18 +154,18 @@ def rate_uniform_plan(
         return None
     times = _stage_seconds(estimates, uniform, curves, ends)
     closing = _closing_seconds(estimates, uniform, curves, ends, times)
-    own = uniform.own_microbatches
-    seconds = {option: pipeline_seconds(option, times, own) + closing for option in options}
+    own_microbatches = uniform.own_microbatches
+    seconds = {option: pipeline_seconds(option, times, own_microbatches) + closing for option in options}
     sizes: dict[ScheduleOption, float] = {}
     # The first that fits is the best one; where none does, that which needs the least is reported.
-    for option in sorted(options, key=lambda each: penalize(seconds[each], each)):
-        live = live_microbatches(option, uniform.stages, own)
+    for option in sorted(options, key=lambda option: penalize(seconds[option], option)):
+        live = live_microbatches(option, uniform.stages, own_microbatches)
         sizes[option] = _max_stage_bytes(estimates, uniform, curves, ends, live)
         if sizes[option] <= limit:
             break
     else:
         option = min(options, key=sizes.__getitem__)
-    found = RatedPlan(
+    candidate = RatedPlan(
         meshes=(uniform.mesh,) * uniform.stages,
         cuts=_cut_positions(estimates, ends),
         microbatches=uniform.microbatches,
@@ -175,7 +175,7 @@ def rate_uniform_plan(
         sync=sync,
         takes_turns=uniform.takes_turns,
     )
-    return change_schedule(estimates, found, option) if option != PLAIN_SCHEDULE else found
+    return change_schedule(estimates, candidate, option) if option != PLAIN_SCHEDULE else candidate
 
 
 def change_schedule(estimates: CurveCache, candidate: RatedPlan, option: ScheduleOption) -> RatedPlan | None:
@@ -197,8 +197,8 @@ def cut_for_plain_schedule(estimates: CurveCache, candidate: RatedPlan) -> Rated
     if candidate.option[1] == 1:
         return replace(candidate, option=PLAIN_SCHEDULE)
     uniform = UniformPlan.of(candidate)
-    own = estimates.with_sync(candidate.sync) if uniform.data > 1 else estimates
-    return rate_uniform_plan(own, uniform, candidate.memory_limit)
+    variant = estimates.with_sync(candidate.sync) if uniform.data > 1 else estimates
+    return rate_uniform_plan(variant, uniform, candidate.memory_limit)
 
 
 def _cut_positions(estimates: CurveCache, ends: Sequence[int]) -> tuple[int, ...]:
@@ -243,29 +243,29 @@ def _stage_bounds(
     # Parameters, gradients and states per trained element.
     weight = estimates.footprint.bytes_per_element(uniform.data)
     # With at least as many microbatches as stages, 1F1B's memory does not depend on their number: cuts are shared.
-    own = uniform.own_microbatches
-    filled = own >= uniform.stages
+    own_microbatches = uniform.own_microbatches
+    filled = own_microbatches >= uniform.stages
 
-    def memory(last: int) -> Array:
-        live = min(own, last)
+    def memory(stages: int) -> Array:
+        live = min(own_microbatches, stages)
         return curves.elements * weight + curves.frozen_bytes + curves.activation_bytes * live
 
     room = estimates.footprint.available_bytes(limit) - estimates.gathered_bytes(uniform.mesh)
     # The cache keeps the curves alive, so that their id() is not reused.
-    key = (id(curves), weight, room, None if filled else own)
-    found = estimates.cuts_cache.get(key)
-    if found is None:
-        found = estimates.cuts_cache[key] = BalancedCuts(curves.pass_seconds, memory, room)
-    return found.cut_into(uniform.stages * chunks)
+    key = (id(curves), weight, room, None if filled else own_microbatches)
+    cuts = estimates.cuts_cache.get(key)
+    if cuts is None:
+        cuts = estimates.cuts_cache[key] = BalancedCuts(curves.pass_seconds, memory, room)
+    return cuts.cut_into(uniform.stages * chunks)
 
 
 def _max_stage_bytes(
     estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int], live: Array
 ) -> float:
     """Return the bytes of a rank of the stage that needs the most memory, with so many live microbatches on each."""
-    elements, held = (np.diff(curve[list(ends)]) for curve in (curves.elements, curves.activation_bytes))
-    held = held * live + np.diff(curves.frozen_bytes[list(ends)]) + estimates.gathered_bytes(uniform.mesh)
-    return float(estimates.footprint(elements, held, uniform.data).max())
+    elements, memory = (np.diff(curve[list(ends)]) for curve in (curves.elements, curves.activation_bytes))
+    memory = memory * live + np.diff(curves.frozen_bytes[list(ends)]) + estimates.gathered_bytes(uniform.mesh)
+    return float(estimates.footprint(elements, memory, uniform.data).max())
 
 
 def _stage_seconds(
@@ -288,18 +288,18 @@ def _closing_seconds(
 ) -> float:
     """Return the seconds after the last backward pass: exposed reductions, optimizer step, parameter all-gather."""
     backward = times.backward - times.overhead
-    basis, most, sharding = estimates.basis, 0.0, estimates.sharding(uniform.data, uniform.microbatches)
+    basis, slowest, sharding = estimates.basis, 0.0, estimates.sharding(uniform.data, uniform.microbatches)
     device = basis.cluster.device(0)
     elements = np.diff(curves.elements[list(ends)])
     # Equal stages are priced once.
     # ``passed``: seconds of the last backward pass, behind which reductions can hide.
-    for own, passed, pieces in set(zip(elements.tolist(), backward.tolist(), np.diff(ends).tolist(), strict=True)):
-        whole, handed = estimates.closing_seconds(own, uniform.ranks("data"), uniform.microbatches)
-        left = whole
+    for count, passed, pieces in set(zip(elements.tolist(), backward.tolist(), np.diff(ends).tolist(), strict=True)):
+        reduction, handed = estimates.closing_seconds(count, uniform.ranks("data"), uniform.microbatches)
+        remainder = reduction
         if basis.method.overlap:  # all but the last bucket may overlap with the backward pass
-            left = max(whole - passed, whole / max(1, pieces))
-        most = max(most, left + basis.update_seconds(device, sharding.count_updated(int(own))) + handed)
-    return most
+            remainder = max(reduction - passed, reduction / max(1, pieces))
+        slowest = max(slowest, remainder + basis.update_seconds(device, sharding.count_updated(int(count))) + handed)
+    return slowest
 
 
 def enumerate_uniform_plans(
@@ -319,25 +319,25 @@ def enumerate_uniform_plans(
         for tensor in _powers_of_two(inner // sequence):
             if workers % (sequence * tensor):
                 continue
-            rest = workers // (sequence * tensor)
-            for stages in _divisors(rest, pieces):
-                data = rest // stages
+            groups = workers // (sequence * tensor)
+            for stages in _divisors(groups, pieces):
+                data = groups // stages
                 if data > batch:
                     continue
-                least = fewest if stages > 1 else 1
-                for count in _microbatch_counts(batch // data, least) if microbatches is None else [microbatches]:
+                min_count = fewest if stages > 1 else 1
+                for count in _microbatch_counts(batch // data, min_count) if microbatches is None else [microbatches]:
                     yield UniformPlan(data, stages, sequence, tensor, count)
 
 
 def _microbatch_counts(samples: int, fewest: int) -> list[int]:
     """Return the numbers of microbatches, ``fewest`` or more, that make parts of about 1, 2, 4, 8... samples."""
-    found = {max(1, samples // size) for size in _powers_of_two(samples)}
-    return sorted(m for m in found if m <= samples and (m >= fewest or samples == 1))
+    counts = {max(1, samples // size) for size in _powers_of_two(samples)}
+    return sorted(m for m in counts if m <= samples and (m >= fewest or samples == 1))
 
 
-def _powers_of_two(most: int) -> list[int]:
-    return [2**i for i in range(max(most, 1).bit_length())]
+def _powers_of_two(limit: int) -> list[int]:
+    return [2**i for i in range(max(limit, 1).bit_length())]
 
 
-def _divisors(number: int, most: int) -> list[int]:
-    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
+def _divisors(number: int, limit: int) -> list[int]:
+    return [n for n in range(1, min(number, limit) + 1) if number % n == 0]

@@ -65,12 +65,12 @@ class OperatorCase:
     @property
     def name(self) -> str:
         """Readable name: "linear 32x512 2048x512"."""
-        shapes = ("x".join(map(str, each.shape)) for each in self.arguments if isinstance(each, CaseTensor))
+        shapes = ("x".join(map(str, arg.shape)) for arg in self.arguments if isinstance(arg, CaseTensor))
         return f"{self.op.split('.')[1]} {' '.join(shapes)}"
 
     def make_arguments(self, dtype: torch.dtype, device: torch.device | str) -> list[Any]:
         """Return arguments to call it with, tensors filled with random values."""
-        return [each.make_tensor(dtype, device) if isinstance(each, CaseTensor) else each for each in self.arguments]
+        return [arg.make_tensor(dtype, device) if isinstance(arg, CaseTensor) else arg for arg in self.arguments]
 
     def describe_operation(self, dtype: torch.dtype) -> Operation:
         """Return its demand, by which the device model prices it."""
@@ -81,16 +81,16 @@ class OperatorCase:
         inputs: list[TensorValue] = []
         arguments: dict[str, Any] = {}
         for index, slot in enumerate(self.target._schema.arguments):
-            given = self.arguments[index] if index < len(self.arguments) else slot.default_value
-            if isinstance(given, CaseTensor):
-                given = TensorValue(
-                    given.shape, torch.int64 if given.role == INDEX else dtype, given.requires_grad, len(inputs)
+            value = self.arguments[index] if index < len(self.arguments) else slot.default_value
+            if isinstance(value, CaseTensor):
+                value = TensorValue(
+                    value.shape, torch.int64 if value.role == INDEX else dtype, value.requires_grad, len(inputs)
                 )
-                inputs.append(given)
-            arguments[slot.name] = given
+                inputs.append(value)
+            arguments[slot.name] = value
         # A run on the meta device gives the output shapes without computing.
         result = self.target(*self.make_arguments(dtype, "meta"))
-        shapes = [tuple(each.shape) for each in (result if isinstance(result, (list, tuple)) else [result])]
+        shapes = [tuple(output.shape) for output in (result if isinstance(result, (list, tuple)) else [result])]
         outputs = tuple(TensorValue(shape, dtype, True, index, "out") for index, shape in enumerate(shapes))
         return OperatorCall(self.op, arguments, tuple(inputs), outputs, 1)
 
@@ -111,14 +111,14 @@ def _bmm(batch: int, m: int, n: int, k: int) -> OperatorCase:
 
 def _convolution(images: int, channels: int, side: int, filters: int, window: int, stride: int = 1) -> OperatorCase:
     weights = (_weight(filters, channels, window, window), _weight(filters))
-    given = (CaseTensor((images, channels, side, side)), *weights, [stride, stride], [window // 2, window // 2])
-    return OperatorCase("convolution", "aten.conv2d.default", given)
+    arguments = (CaseTensor((images, channels, side, side)), *weights, [stride, stride], [window // 2, window // 2])
+    return OperatorCase("convolution", "aten.conv2d.default", arguments)
 
 
 def _attention(batch: int, heads: int, length: int, features: int, causal: bool) -> OperatorCase:
-    each = CaseTensor((batch, heads, length, features))
+    tensor = CaseTensor((batch, heads, length, features))
     op = "aten.scaled_dot_product_attention.default"
-    return OperatorCase("attention", op, (each, each, each, None, 0.0, causal))
+    return OperatorCase("attention", op, (tensor, tensor, tensor, None, 0.0, causal))
 
 
 def _moving(elements: int) -> list[OperatorCase]:
@@ -136,14 +136,14 @@ def _moving(elements: int) -> list[OperatorCase]:
 def _normalized(images: int, channels: int, side: int) -> OperatorCase:
     """Return a batch normalization in training mode."""
     weight, buffer = _weight(channels), CaseTensor((channels,), BUFFER)
-    given = (CaseTensor((images, channels, side, side)), weight, weight, buffer, buffer, True, 0.1, 1e-5, False)
-    return OperatorCase("memory", "aten.batch_norm.default", given)
+    arguments = (CaseTensor((images, channels, side, side)), weight, weight, buffer, buffer, True, 0.1, 1e-5, False)
+    return OperatorCase("memory", "aten.batch_norm.default", arguments)
 
 
 def _pooled(images: int, channels: int, side: int) -> OperatorCase:
     """Return a max pooling over windows of 3 x 3."""
-    given = (CaseTensor((images, channels, side, side)), [3, 3], [1, 1], [1, 1])
-    return OperatorCase("memory", "aten.max_pool2d.default", given)
+    arguments = (CaseTensor((images, channels, side, side)), [3, 3], [1, 1], [1, 1])
+    return OperatorCase("memory", "aten.max_pool2d.default", arguments)
 
 
 def _embedding(rows: int, columns: int, picked: int) -> OperatorCase:

@@ -47,13 +47,13 @@ def measure_codecs(device: torch.device, budget: float) -> dict[str, float]:
         device: the device on which the gradients are.
         budget: seconds for each of them.
     """
-    found: dict[str, GradientCompressor] = {
+    codecs: dict[str, GradientCompressor] = {
         "bfloat16": HalfPrecisionCompressor(torch.bfloat16),
         "float16": HalfPrecisionCompressor(torch.float16),
         "powersgd": PowerSGDCompressor(MEASURED_RANK),
         "top_k": TopKCompressor(MEASURED_FRACTION),
     }
-    return {name: 4 * ROWS * COLUMNS / _median_seconds(each, device, budget) for name, each in found.items()}
+    return {name: 4 * ROWS * COLUMNS / _median_seconds(codec, device, budget) for name, codec in codecs.items()}
 
 
 def _median_seconds(compressor: GradientCompressor, device: torch.device, budget: float) -> float:

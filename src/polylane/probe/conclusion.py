@@ -61,26 +61,26 @@ def _many(number: int, word: str) -> str:
     return f"{number} {word}" + ("" if number == 1 else "s")
 
 
-def conclude(seen: WorkerMeasurements, workers: int) -> MeasuredMachine:
+def conclude(data: WorkerMeasurements, workers: int) -> MeasuredMachine:
     """Fit the machine's figures to the measurements of its workers."""
     link = crowded = off = None
-    if seen.timed_traffic:
-        link = _fit_link(seen.timed_traffic, seen.sums)
-        found = fit_link.link_errors(link, seen.timed_traffic)
-        if seen.crowded is not None:
-            crowded = _fit_link(seen.crowded.timed_traffic, seen.crowded.sums)
-            found += fit_link.link_errors(crowded, seen.crowded.timed_traffic)
-        off = statistics.median(found), max(found)
-    own: dict[str, Any]
-    if seen.gpu is None:
-        device, own = _cpu_device(seen, workers), {"cores": shared_cores(workers), "contention": seen.contention}
+    if data.timed_traffic:
+        link = _fit_link(data.timed_traffic, data.sums)
+        errors = fit_link.link_errors(link, data.timed_traffic)
+        if data.crowded is not None:
+            crowded = _fit_link(data.crowded.timed_traffic, data.crowded.sums)
+            errors += fit_link.link_errors(crowded, data.crowded.timed_traffic)
+        off = statistics.median(errors), max(errors)
+    fields: dict[str, Any]
+    if data.gpu is None:
+        device, fields = _cpu_device(data, workers), {"cores": shared_cores(workers), "contention": data.contention}
     else:
-        device, own = _gpu_device(seen, seen.gpu), {}
+        device, fields = _gpu_device(data, data.gpu), {}
         link = link and link.model_copy(update={"cpu": 0.0})  # the CPU time measured was busy waiting
-    device = device.model_copy(update={"codecs": _rounded(seen.codecs)})
+    device = device.model_copy(update={"codecs": _rounded(data.codecs)})
     links = {"link": link, "crowded": crowded}
-    cluster = Cluster((Hosts.model_validate({"devices": workers, "device": device, **links, **_rounded(own)}),))
-    return MeasuredMachine(cluster, seen.threads, fit_device.fit_errors(device, seen.timed_cases), off)
+    cluster = Cluster((Hosts.model_validate({"devices": workers, "device": device, **links, **_rounded(fields)}),))
+    return MeasuredMachine(cluster, data.threads, fit_device.fit_errors(device, data.timed_cases), off)
 
 
 def _fit_link(timed: Sequence[TimedTraffic], sums: Mapping[int, float]) -> Link:
@@ -89,22 +89,22 @@ def _fit_link(timed: Sequence[TimedTraffic], sums: Mapping[int, float]) -> Link:
     return Link.model_validate(_rounded(fitted.model_dump()))
 
 
-def _cpu_device(seen: WorkerMeasurements, workers: int) -> Device:
+def _cpu_device(data: WorkerMeasurements, workers: int) -> Device:
     """Fit a worker's share of the CPU."""
     preset = Device.model_validate(device_presets()["cpu"])
-    known = {"kind": cpu_name(), "memory": max(1, available_memory() // workers), "price": 0.0}
-    base = preset.model_copy(update={**known, "flops": {}, "achieved": {}})
-    return _to_digits(fit_device.fit_device(base, seen.timed_cases, seen.bandwidth))
+    facts = {"kind": cpu_name(), "memory": max(1, available_memory() // workers), "price": 0.0}
+    base = preset.model_copy(update={**facts, "flops": {}, "achieved": {}})
+    return _to_digits(fit_device.fit_device(base, data.timed_cases, data.bandwidth))
 
 
-def _gpu_device(seen: WorkerMeasurements, gpu: Accelerator) -> Device:
+def _gpu_device(data: WorkerMeasurements, gpu: Accelerator) -> Device:
     """Fit a GPU; peak rates, price and tile sizes come from its preset, if there is one."""
     preset = find_preset(gpu.name, gpu.memory)
     base = Device.model_validate(device_presets()[preset or _GENERIC])
-    known: dict[str, Any] = {"memory": gpu.memory, "units": gpu.units, "dispatch": gpu.dispatch}
+    facts: dict[str, Any] = {"memory": gpu.memory, "units": gpu.units, "dispatch": gpu.dispatch}
     if preset is None:
-        known |= {"kind": gpu.name, "flops": {}, "achieved": {}, "price": 0.0}
-    return _to_digits(fit_device.fit_device(base.model_copy(update=known), seen.timed_cases, seen.bandwidth, tiles=()))
+        facts |= {"kind": gpu.name, "flops": {}, "achieved": {}, "price": 0.0}
+    return _to_digits(fit_device.fit_device(base.model_copy(update=facts), data.timed_cases, data.bandwidth, tiles=()))
 
 
 _GENERIC = "a100-80g"  # the preset whose tiles an unknown GPU gets
@@ -114,10 +114,10 @@ def _to_digits(device: Device) -> Device:
     return Device.model_validate(_rounded(device.model_dump()))
 
 
-def _rounded(given: Any) -> Any:
+def _rounded(tree: Any) -> Any:
     """Round every float in nested data to :data:`DIGITS` significant digits."""
-    if isinstance(given, float):
-        return float(f"{given:.{DIGITS}g}")
-    if isinstance(given, dict):
-        return {key: _rounded(value) for key, value in given.items()}
-    return given
+    if isinstance(tree, float):
+        return float(f"{tree:.{DIGITS}g}")
+    if isinstance(tree, dict):
+        return {key: _rounded(value) for key, value in tree.items()}
+    return tree

@@ -43,7 +43,7 @@ def time_cases(
     device: torch.device,
     budget: float,
     rounds: int,
-    told: Callable[[], Any] = lambda: None,
+    tick: Callable[[], Any] = lambda: None,
 ) -> list[TimedCase]:
     """Time cases in rounds, so that a temporary disturbance of the machine does not hit one case alone.
 
@@ -55,25 +55,25 @@ def time_cases(
         device: device on which all tensors are.
         budget: seconds for each case in each round.
         rounds: number of passes over all cases.
-        told: progress callback, called after each case of each round.
+        tick: progress callback, called after each case of each round.
     """
-    fixed, found = FixedOverhead(device), [list[tuple[float, float]]() for _ in cases]
+    fixed, case_runs = FixedOverhead(device), [list[tuple[float, float]]() for _ in cases]
     for _ in range(rounds):
-        for runs, case in zip(found, cases, strict=True):
+        for runs, case in zip(case_runs, cases, strict=True):
             runs += _time_runs(case, dtype, device, budget)
-            told()
-    return [_summarize_runs(case, dtype, runs, fixed) for case, runs in zip(cases, found, strict=True)]
+            tick()
+    return [_summarize_runs(case, dtype, runs, fixed) for case, runs in zip(cases, case_runs, strict=True)]
 
 
 def _summarize_runs(
     case: OperatorCase, dtype: str, runs: Sequence[tuple[float, float]], fixed: FixedOverhead
 ) -> TimedCase:
-    forward, backward = (lower_quartile(each) for each in zip(*runs, strict=True))
-    ways = (
-        max(each - off, LEAST * each)
-        for each, off in ((forward, fixed.clock_seconds), (backward, fixed.autograd_seconds))
+    forward, backward = (lower_quartile(times) for times in zip(*runs, strict=True))
+    seconds = (
+        max(total - off, LEAST * total)
+        for total, off in ((forward, fixed.clock_seconds), (backward, fixed.autograd_seconds))
     )
-    return TimedCase(case.name, case.family, case.describe_operation(getattr(torch, dtype)), dtype, *ways)
+    return TimedCase(case.name, case.family, case.describe_operation(getattr(torch, dtype)), dtype, *seconds)
 
 
 def _time_runs(case: OperatorCase, dtype: str, device: torch.device, budget: float) -> list[tuple[float, float]]:
@@ -82,13 +82,13 @@ def _time_runs(case: OperatorCase, dtype: str, device: torch.device, budget: flo
     The backward pass accumulates the gradients of weights, as training with microbatches does.
     """
     arguments, watch, target = case.make_arguments(getattr(torch, dtype), device), stopwatch(device), case.target
-    inputs, kept = _with_gradients(case, arguments)
+    inputs, sums = _with_gradients(case, arguments)
     times = list[tuple[float, float]]()
     end = time.perf_counter() + budget
     while len(times) <= FEWEST or (len(times) <= MOST and time.perf_counter() < end):
         forward, out = watch(lambda: target(*arguments))
         seed = torch.ones_like(out)
-        backward, _ = watch(lambda: _run_backward(out, inputs, seed, kept))  # noqa: B023 (called at once)
+        backward, _ = watch(lambda: _run_backward(out, inputs, seed, sums))  # noqa: B023 (called at once)
         times.append((forward, backward))
     return times[1:]
 
@@ -96,18 +96,18 @@ def _time_runs(case: OperatorCase, dtype: str, device: torch.device, budget: flo
 def _with_gradients(case: OperatorCase, arguments: Sequence[Any]) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the tensors with gradients, and for weights among them an accumulated gradient (else None)."""
     inputs = list[Tensor]()
-    kept = list[Tensor | None]()
-    for given, made in zip(case.arguments, arguments, strict=True):
-        if isinstance(given, CaseTensor) and given.requires_grad:
-            inputs.append(made)
-            kept.append(torch.zeros_like(made) if given.role == WEIGHT else None)
-    return inputs, kept
+    sums = list[Tensor | None]()
+    for argument, tensor in zip(case.arguments, arguments, strict=True):
+        if isinstance(argument, CaseTensor) and argument.requires_grad:
+            inputs.append(tensor)
+            sums.append(torch.zeros_like(tensor) if argument.role == WEIGHT else None)
+    return inputs, sums
 
 
-def _run_backward(out: Tensor, inputs: Sequence[Tensor], seed: Tensor, kept: Sequence[Tensor | None]) -> None:
-    for own, gradient in zip(kept, torch.autograd.grad([out], inputs, [seed]), strict=True):
-        if own is not None:
-            own.add_(gradient)
+def _run_backward(out: Tensor, inputs: Sequence[Tensor], seed: Tensor, sums: Sequence[Tensor | None]) -> None:
+    for gradient_sum, gradient in zip(sums, torch.autograd.grad([out], inputs, [seed]), strict=True):
+        if gradient_sum is not None:
+            gradient_sum.add_(gradient)
 
 
 def measure_bandwidth(device: torch.device, size: int) -> float:
@@ -117,13 +117,13 @@ def measure_bandwidth(device: torch.device, size: int) -> float:
     return 2 * size / median_seconds(lambda: target.copy_(source), stopwatch(device), runs=9)
 
 
-def is_fast_enough(dtype: str, device: torch.device, least: float) -> bool:
-    """Return whether matmuls of a dtype reach ``least`` times float32's rate; some kernels exist but are slow."""
+def is_fast_enough(dtype: str, device: torch.device, min_ratio: float) -> bool:
+    """Return whether matmuls of a dtype reach ``min_ratio`` times float32's rate; some kernels exist but are slow."""
     watch, seconds = stopwatch(device), []
     try:
-        for each in ("float32", dtype):
-            own = torch.ones(128, 128, device=device, dtype=getattr(torch, each))
-            seconds.append(median_seconds(lambda: own @ own, watch, runs=5))  # noqa: B023 (called at once)
+        for name in ("float32", dtype):
+            matrix = torch.ones(128, 128, device=device, dtype=getattr(torch, name))
+            seconds.append(median_seconds(lambda: matrix @ matrix, watch, runs=5))  # noqa: B023 (called at once)
     except RuntimeError:  # there is no such kernel
         return False
-    return seconds[0] / seconds[1] >= least
+    return seconds[0] / seconds[1] >= min_ratio

@@ -50,18 +50,18 @@ class Effort:
             dtypes: number of dtypes besides the main one.
             worlds: numbers of workers whose messages are measured, each in a world of its own.
         """
-        found = len(self.cases) + dtypes * len(self.dtype_cases)
-        found += 1 + len(concurrent_counts(workers)) if workers > 1 else 0
+        ticks = len(self.cases) + dtypes * len(self.dtype_cases)
+        ticks += 1 + len(concurrent_counts(workers)) if workers > 1 else 0
         for count in worlds:
-            found += sum(len(kinds_of(ranks)) for ranks, _ in group_arrangements(count)) * len(self.sizes)
-            found += len(summing_groups(count)) * self.sums_rounds
-        return found * self.rounds
+            ticks += sum(len(kinds_of(ranks)) for ranks, _ in group_arrangements(count)) * len(self.sizes)
+            ticks += len(summing_groups(count)) * self.sums_rounds
+        return ticks * self.rounds
 
 
 def concurrent_counts(workers: int) -> list[int]:
     """Return the numbers of workers that compute at once: 2, 4, 8..., and all."""
     powers = [2**power for power in range(1, workers.bit_length())]
-    return sorted({*(each for each in powers if each <= workers), *([workers] if workers > 1 else [])})
+    return sorted({*(power for power in powers if power <= workers), *([workers] if workers > 1 else [])})
 
 
 def thorough(device_type: str) -> Effort:

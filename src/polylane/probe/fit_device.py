@@ -57,15 +57,15 @@ def fit_device(base: Device, timed: Sequence[TimedCase], bandwidth: float, tiles
         tiles: tile sizes to choose from; if empty, the base's are kept.
     """
     main = timed[0].dtype
-    own = [each for each in timed if each.dtype == main]
-    others = {dtype: _max_rate(timed, dtype) for dtype in dict.fromkeys(each.dtype for each in timed) if dtype != main}
-    known = base.model_copy(update={"achieved": others})
+    cases = [case for case in timed if case.dtype == main]
+    maxima = {dtype: _max_rate(timed, dtype) for dtype in dict.fromkeys(case.dtype for case in timed) if dtype != main}
+    device = base.model_copy(update={"achieved": maxima})
     # One search per tile choice; ties within 1e-9 go to the first, the smallest tiles.
-    spaces = _distinguishable_spaces([_Space(known, bandwidth, each, main) for each in tiles or (base.tiles,)], own)
-    best = min((_search(space, own) for space in spaces), key=lambda found: round(found[1], 9))[0]
+    spaces = _distinguishable_spaces([_Space(device, bandwidth, tile, main) for tile in tiles or (base.tiles,)], cases)
+    best = min((_search(space, cases) for space in spaces), key=lambda result: round(result[1], 9))[0]
     rates = {main: best.achieved[main]}
-    for dtype in others:
-        rates[dtype] = _fit_rate(best, [each for each in timed if each.dtype == dtype], dtype)
+    for dtype in maxima:
+        rates[dtype] = _fit_rate(best, [case for case in timed if case.dtype == dtype], dtype)
     # A peak is never below a rate that was measured.
     peaks = {dtype: max(rate, _max_rate(timed, dtype), base.flops.get(dtype, 0.0)) for dtype, rate in rates.items()}
     change = {"flops": {**base.flops, **peaks}, "achieved": {**base.achieved, **rates}}
@@ -74,13 +74,13 @@ def fit_device(base: Device, timed: Sequence[TimedCase], bandwidth: float, tiles
 
 def fit_errors(device: Device, timed: Sequence[TimedCase]) -> FitErrors:
     """Return the errors of the device's figures against the measurements."""
-    found = [(abs(math.expm1(off)), each) for each in timed for off in _log_errors(device, each)]
-    worst, where = max(found, key=lambda pair: pair[0])
+    errors = [(abs(math.expm1(off)), case) for case in timed for off in _log_errors(device, case)]
+    worst, case = max(errors, key=lambda pair: pair[0])
     families = {
-        family: statistics.median(error for error, each in found if each.family == family)
-        for family in dict.fromkeys(each.family for each in timed)
+        family: statistics.median(error for error, case in errors if case.family == family)
+        for family in dict.fromkeys(case.family for case in timed)
     }
-    return FitErrors(statistics.median(error for error, _ in found), worst, f"{where.name} {where.dtype}", families)
+    return FitErrors(statistics.median(error for error, _ in errors), worst, f"{case.name} {case.dtype}", families)
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -122,14 +122,14 @@ class _Space:
     @property
     def bounds(self) -> tuple[Array, Array]:
         """Bounds of the logarithms: streaming is at most the memory's bandwidth, attention at most the matmul rate."""
-        least = np.log([1e6, self.bandwidth * 1e-3, 1e-9, 1e-3, 1e-3, 1e-2])
-        most = np.log([1e17, self.bandwidth, 1.0, 1e4, 1.0, 1e5])
-        return least, most
+        lower = np.log([1e6, self.bandwidth * 1e-3, 1e-9, 1e-3, 1e-3, 1e-2])
+        upper = np.log([1e17, self.bandwidth, 1.0, 1e4, 1.0, 1e5])
+        return lower, upper
 
     def starts(self, timed: Sequence[TimedCase]) -> Iterator[Array]:
         """Yield starting points, from the best rates measured."""
         rate = _max_rate(timed, self.dtype)
-        overhead = min(each.forward for each in timed)
+        overhead = min(case.forward for case in timed)
         for depth, share in ((1.0, 0.9), (30.0, 0.4)):
             point = np.log([rate, self.bandwidth * share, overhead, depth, 0.5, 50.0])
             yield np.clip(point, self.bounds[0] + 1e-9, self.bounds[1] - 1e-9)
@@ -137,11 +137,11 @@ class _Space:
 
 def _distinguishable_spaces(spaces: Sequence[_Space], timed: Sequence[TimedCase]) -> list[_Space]:
     """Return one of every set of spaces whose tiles the measurements cannot tell apart."""
-    found: dict[bytes, _Space] = {}
+    representatives: dict[bytes, _Space] = {}
     for space in spaces:
         start = list(space.starts(timed))[-1]
-        found.setdefault(_all_log_errors(space.device(start), timed).tobytes(), space)
-    return list(found.values())
+        representatives.setdefault(_all_log_errors(space.device(start), timed).tobytes(), space)
+    return list(representatives.values())
 
 
 def _search(space: _Space, timed: Sequence[TimedCase]) -> tuple[Device, float]:
@@ -150,20 +150,20 @@ def _search(space: _Space, timed: Sequence[TimedCase]) -> tuple[Device, float]:
     def off(at: Array) -> Array:
         return _all_log_errors(space.device(at), timed)
 
-    best, least = None, math.inf
+    best, min_cost = None, math.inf
     for start in space.starts(timed):
-        found = least_squares(
+        solution = least_squares(
             off, start, bounds=space.bounds, loss="soft_l1", f_scale=_TOLERATED, max_nfev=_STEPS, xtol=1e-12, ftol=1e-12
         )
-        if found.cost < least * (1 - 1e-9):
-            best, least = found.x, float(found.cost)
+        if solution.cost < min_cost * (1 - 1e-9):
+            best, min_cost = solution.x, float(solution.cost)
     assert best is not None
     device = space.device(best)
     for name in ("depth", "attention_length"):
         without = device.model_copy(update={name: 0.0})
-        if _cost(without, timed) <= least * (1 + 1e-6) + 1e-15:
+        if _cost(without, timed) <= min_cost * (1 + 1e-6) + 1e-15:
             device = without
-    return device, least
+    return device, min_cost
 
 
 def _cost(device: Device, timed: Sequence[TimedCase]) -> float:
@@ -173,13 +173,13 @@ def _cost(device: Device, timed: Sequence[TimedCase]) -> float:
 
 
 def _all_log_errors(device: Device, timed: Sequence[TimedCase]) -> Array:
-    return np.array([error for each in timed for error in _log_errors(device, each)])
+    return np.array([error for case in timed for error in _log_errors(device, case)])
 
 
 def _log_errors(device: Device, timed: TimedCase) -> list[float]:
     """Return log(predicted / measured) of the passes that both have."""
-    said = pass_seconds(timed.operation, device, timed.dtype)
-    return [math.log(a / b) for a, b in zip(said, (timed.forward, timed.backward), strict=True) if a > 0 and b > 0]
+    seconds = pass_seconds(timed.operation, device, timed.dtype)
+    return [math.log(a / b) for a, b in zip(seconds, (timed.forward, timed.backward), strict=True) if a > 0 and b > 0]
 
 
 def _fit_rate(device: Device, timed: Sequence[TimedCase], dtype: str) -> float:
@@ -187,8 +187,8 @@ def _fit_rate(device: Device, timed: Sequence[TimedCase], dtype: str) -> float:
 
     def off(at: Array) -> Array:
         rate = float(np.exp(at[0]))
-        own = device.model_copy(update={"achieved": {**device.achieved, dtype: rate}})
-        return _all_log_errors(own, timed)
+        candidate = device.model_copy(update={"achieved": {**device.achieved, dtype: rate}})
+        return _all_log_errors(candidate, timed)
 
     start = np.log([_max_rate(timed, dtype)])
     return float(np.exp(least_squares(off, start, loss="soft_l1", f_scale=_TOLERATED, xtol=1e-12, ftol=1e-12).x[0]))
@@ -197,9 +197,9 @@ def _fit_rate(device: Device, timed: Sequence[TimedCase], dtype: str) -> float:
 def _max_rate(timed: Sequence[TimedCase], dtype: str) -> float:
     """Return the FLOP/s of the fastest matmul or convolution in a dtype."""
     rates = [
-        sum(product.flops for product in own.products) / seconds
-        for each in timed
-        for own, seconds in ((each.operation.forward, each.forward), (each.operation.backward, each.backward))
-        if each.dtype == dtype and own.products
+        sum(product.flops for product in demand.products) / seconds
+        for case in timed
+        for demand, seconds in ((case.operation.forward, case.forward), (case.operation.backward, case.backward))
+        if case.dtype == dtype and demand.products
     ]
     return max(rates)

@@ -42,41 +42,41 @@ def fit_link(carried: Sequence[TimedTraffic]) -> Link:
         carried: measurements, with "send" and "all_reduce" in groups of two at least. With larger groups the seconds
             of a step can be told from the latency, and the bandwidth that all devices share from that of one.
     """
-    several = len({_senders(each) for each in carried if each.kind != "send"}) > 1
-    most = max(_senders(each) for each in carried)
-    starts = sorted(_start_points(several, most), key=lambda start: _solve_fit(carried, *start).cost)
-    found = min((_refine_fit(carried, half, share, most) for half, share in starts[:_REFINED]), key=_cost_of)
-    kinds: list[Kind] = list(dict.fromkeys(each.kind for each in carried))
-    bandwidth = max(found.rates.values())
-    shares = {name: min(found.rates[name] / bandwidth, 1.0) for name in kinds}
-    largest = max(each.size for each in carried)
-    busy = [each.cpu for each in carried if each.size == largest and each.ranks * each.groups == most]
+    several = len({_senders(case) for case in carried if case.kind != "send"}) > 1
+    max_senders = max(_senders(case) for case in carried)
+    starts = sorted(_start_points(several, max_senders), key=lambda start: _solve_fit(carried, *start).cost)
+    fit = min((_refine_fit(carried, half, share, max_senders) for half, share in starts[:_REFINED]), key=_cost_of)
+    kinds: list[Kind] = list(dict.fromkeys(case.kind for case in carried))
+    bandwidth = max(fit.rates.values())
+    shares = {name: min(fit.rates[name] / bandwidth, 1.0) for name in kinds}
+    largest = max(case.size for case in carried)
+    busy = [case.cpu for case in carried if case.size == largest and case.ranks * case.groups == max_senders]
     return Link(
         kind="measured",
         bandwidth=bandwidth,
-        total=found.share * bandwidth if several and found.share < most * (1 - 1e-6) else None,
-        latency=found.latencies["all_reduce"],
-        hop=found.hop,
+        total=fit.share * bandwidth if several and fit.share < max_senders * (1 - 1e-6) else None,
+        latency=fit.latencies["all_reduce"],
+        hop=fit.hop,
         fraction=shares["all_reduce"],
-        half=found.half,
+        half=fit.half,
         cpu=statistics.median(busy),
         fractions={name: share for name, share in shares.items() if share != shares["all_reduce"]},
-        latencies={name: found.latencies[name] for name in kinds if name != "all_reduce"},
+        latencies={name: fit.latencies[name] for name in kinds if name != "all_reduce"},
     )
 
 
 def link_errors(link: Link, carried: Sequence[TimedTraffic]) -> list[float]:
     """Return the relative errors of the link's figures: 0.1 is 10% too much or too little."""
     device = Device.model_validate(device_presets()["cpu"])
-    most = max(each.ranks * each.groups for each in carried)
-    cluster = Cluster((Hosts(devices=most, device=device, link=link),))
-    return [abs(_predicted_seconds(cluster, each) / each.seconds - 1) for each in carried]
+    devices = max(case.ranks * case.groups for case in carried)
+    cluster = Cluster((Hosts(devices=devices, device=device, link=link),))
+    return [abs(_predicted_seconds(cluster, case) / case.seconds - 1) for case in carried]
 
 
-def _predicted_seconds(cluster: Cluster, each: TimedTraffic) -> float:
-    if each.kind == "send":
-        return network.message_seconds(cluster, each.size, 0, 1, each.groups)
-    return network.collective_seconds(cluster, each.kind, each.size, range(each.ranks), each.groups)
+def _predicted_seconds(cluster: Cluster, case: TimedTraffic) -> float:
+    if case.kind == "send":
+        return network.message_seconds(cluster, case.size, 0, 1, case.groups)
+    return network.collective_seconds(cluster, case.kind, case.size, range(case.ranks), case.groups)
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -102,54 +102,54 @@ class _LinkFit:
     cost: float
 
 
-def _cost_of(found: _LinkFit) -> float:
+def _cost_of(fit: _LinkFit) -> float:
     """Return the rounded cost, so that of equal fits the first is taken: without ramp, without sharing."""
-    return round(found.cost, 12)
+    return round(fit.cost, 12)
 
 
-def _start_points(several: bool, most: int) -> list[tuple[float, float]]:
+def _start_points(several: bool, max_senders: int) -> list[tuple[float, float]]:
     """Return the starting points (half, share) of the searches."""
-    shares = [float(most), most / 1.5, 2.0] if several else [float(most)]
+    shares = [float(max_senders), max_senders / 1.5, 2.0] if several else [float(max_senders)]
     return [(half, share) for half in (0.0, *_HALVES) for share in shares]
 
 
-def _refine_fit(carried: Sequence[TimedTraffic], half: float, share: float, most: int) -> _LinkFit:
+def _refine_fit(carried: Sequence[TimedTraffic], half: float, share: float, max_senders: int) -> _LinkFit:
     """Refine a start by Nelder-Mead; a half of 0 stays fixed, and so does a share that limits no device."""
 
     def at(point: Sequence[float]) -> _LinkFit:
         named = dict(zip(free, point, strict=True))
-        # Unconstrained search: half by its logarithm, share by the logit of its place between 2 and ``most``.
-        own = 2 + (most - 2) / (1 + math.exp(-named["share"])) if "share" in named else share
-        return _solve_fit(carried, math.exp(min(named["half"], 25.0)) if "half" in named else half, own)
+        # Unconstrained search: half by its logarithm, share by the logit of its place between 2 and ``max_senders``.
+        fitted_share = 2 + (max_senders - 2) / (1 + math.exp(-named["share"])) if "share" in named else share
+        return _solve_fit(carried, math.exp(min(named["half"], 25.0)) if "half" in named else half, fitted_share)
 
-    free = [name for name, moves in (("half", half > 0), ("share", share < most)) if moves]
+    free = [name for name, moves in (("half", half > 0), ("share", share < max_senders)) if moves]
     if not free:
         return at(())
-    place = min(max((share - 2) / max(most - 2, 1e-9), 0.1), 0.9)
-    first = {"half": math.log(half) if half else 0.0, "share": math.log(place / (1 - place))}
+    position = min(max((share - 2) / max(max_senders - 2, 1e-9), 0.1), 0.9)
+    start = {"half": math.log(half) if half else 0.0, "share": math.log(position / (1 - position))}
     options = {"xatol": 1e-10, "fatol": 1e-14, "maxiter": 250}
-    found = minimize(lambda x: at(x).cost, [first[name] for name in free], method="Nelder-Mead", options=options)
-    return at(found.x)
+    solution = minimize(lambda x: at(x).cost, [start[name] for name in free], method="Nelder-Mead", options=options)
+    return at(solution.x)
 
 
 def _solve_fit(carried: Sequence[TimedTraffic], half: float, share: float) -> _LinkFit:
     """Solve for latencies, rates and hop; errors count by their logarithms, so that twice and half weigh the same."""
-    kinds: list[Kind] = list(dict.fromkeys(each.kind for each in carried))
-    several = len({each.ranks for each in carried}) > 1
-    rows = np.array([_row(each, kinds, half, share, several) for each in carried])
-    measured = np.array([each.seconds for each in carried])
-    count, weights, said = len(kinds), 1 / measured, measured
+    kinds: list[Kind] = list(dict.fromkeys(case.kind for case in carried))
+    several = len({case.ranks for case in carried}) > 1
+    rows = np.array([_row(case, kinds, half, share, several) for case in carried])
+    measured = np.array([case.seconds for case in carried])
+    count, weights, predictions = len(kinds), 1 / measured, measured
     # Columns are scaled to 1, since latencies and seconds per byte differ by many orders of magnitude.
     scale = np.maximum((rows / measured[:, None]).max(axis=0), 1e-300)
-    least = np.zeros(rows.shape[1])
-    least[count : 2 * count] = [_fastest(carried, kind) / _FASTER for kind in kinds]
-    solution = least
+    lower_bounds = np.zeros(rows.shape[1])
+    lower_bounds[count : 2 * count] = [_fastest(carried, kind) / _FASTER for kind in kinds]
+    solution = lower_bounds
     for _ in range(_REWEIGHTED):
-        left = (measured - rows @ least) * weights
-        solution = least + nnls(rows / scale * weights[:, None], left)[0] / scale
-        said = np.maximum(rows @ solution, measured * 1e-6)
-        weights = 1 / np.sqrt(said * measured)  # errors then approximate differences of logarithms
-    cost = float(np.sum(np.log(said / measured) ** 2))
+        residual = (measured - rows @ lower_bounds) * weights
+        solution = lower_bounds + nnls(rows / scale * weights[:, None], residual)[0] / scale
+        predictions = np.maximum(rows @ solution, measured * 1e-6)
+        weights = 1 / np.sqrt(predictions * measured)  # errors then approximate differences of logarithms
+    cost = float(np.sum(np.log(predictions / measured) ** 2))
     return _LinkFit(
         half,
         share,
@@ -162,25 +162,25 @@ def _solve_fit(carried: Sequence[TimedTraffic], half: float, share: float) -> _L
 
 def _fastest(carried: Sequence[TimedTraffic], kind: Kind) -> float:
     """Return the least seconds per byte of a kind, latency included."""
-    own = (each for each in carried if each.kind == kind)
+    cases = (case for case in carried if case.kind == kind)
     return min(
-        each.seconds / (each.size if kind == "send" else bytes_per_rank(kind, each.size, each.ranks)) for each in own
+        case.seconds / (case.size if kind == "send" else bytes_per_rank(kind, case.size, case.ranks)) for case in cases
     )
 
 
-def _row(each: TimedTraffic, kinds: Sequence[Kind], half: float, share: float, several: bool) -> list[float]:
+def _row(case: TimedTraffic, kinds: Sequence[Kind], half: float, share: float, several: bool) -> list[float]:
     """Return the coefficients of each kind's latency, each kind's seconds per byte, and the seconds per step."""
-    alone = min(1.0, share / _senders(each))
-    if each.kind == "send":
-        steps, bytes_ = 1, float(each.size)
+    alone = min(1.0, share / _senders(case))
+    if case.kind == "send":
+        steps, bytes_ = 1, float(case.size)
     else:
-        volume = bytes_per_rank(each.kind, each.size, each.ranks)
-        steps = (2 if each.kind == "all_reduce" else 1) * (each.ranks - 1)
+        volume = bytes_per_rank(case.kind, case.size, case.ranks)
+        steps = (2 if case.kind == "all_reduce" else 1) * (case.ranks - 1)
         bytes_ = volume + math.sqrt(volume * half)
-    own = [float(kind == each.kind) for kind in kinds]
-    return [*own, *(mine * bytes_ / alone for mine in own), *([float(steps)] if several else [])]
+    flags = [float(kind == case.kind) for kind in kinds]
+    return [*flags, *(flag * bytes_ / alone for flag in flags), *([float(steps)] if several else [])]
 
 
-def _senders(each: TimedTraffic) -> int:
+def _senders(case: TimedTraffic) -> int:
     """Return how many devices send at the same time."""
-    return each.groups if each.kind == "send" else each.ranks * each.groups
+    return case.groups if case.kind == "send" else case.ranks * case.groups

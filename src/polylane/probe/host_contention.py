@@ -20,7 +20,7 @@ SAMPLES, LENGTH, HIDDEN, HEADS = 8, 64, 256, 4
 FEWEST = 3  # timed passes of a worker at least, after one warm-up
 
 
-def measure_contention(world: World, effort: Effort, told: Callable[[], Any]) -> dict[int, float]:
+def measure_contention(world: World, effort: Effort, tick: Callable[[], Any]) -> dict[int, float]:
     """Measure the speed of each of several concurrent workers relative to one alone (collective call).
 
     CPU time is measured, not wall-clock time: so the figures show contention for memory, however many cores there are.
@@ -29,21 +29,21 @@ def measure_contention(world: World, effort: Effort, told: Callable[[], Any]) ->
     Args:
         world: this worker's place among all workers.
         effort: seconds for each number of concurrent workers, and rounds.
-        told: progress callback, called after each count of each round.
+        tick: progress callback, called after each count of each round.
     """
     transport, step, counts = choose_transport(world)(world, [], []), _make_block(), concurrent_counts(world.size)
-    found: dict[int, list[float]] = {count: [] for count in (1, *counts)}
+    times: dict[int, list[float]] = {count: [] for count in (1, *counts)}
     for _ in range(effort.rounds):
-        for count in found:
+        for count in times:
             # All workers start at once; those beyond the count wait in the gather below.
             transport.barrier()
-            own = _median_pass_seconds(step, effort.contention_seconds) if world.rank < count else 0.0
-            every = [each for each in transport.all_gather_object(own) if each]
-            found[count].append(statistics.mean(every))
-            told()
+            seconds = _median_pass_seconds(step, effort.contention_seconds) if world.rank < count else 0.0
+            all_seconds = [value for value in transport.all_gather_object(seconds) if value]
+            times[count].append(statistics.mean(all_seconds))
+            tick()
     transport.barrier()
     transport.close()
-    typical = {count: statistics.median(each) for count, each in found.items()}
+    typical = {count: statistics.median(values) for count, values in times.items()}
     return {count: min(1.0, typical[1] / typical[count]) for count in counts}
 
 
@@ -66,8 +66,8 @@ def _make_block() -> Callable[[], Any]:
     def step() -> tuple[Tensor, ...]:
         mixed = F.linear(F.layer_norm(x, [HIDDEN]), weights[0])
         query, key, value = mixed.view(SAMPLES, LENGTH, 3 * HEADS, -1).transpose(1, 2).chunk(3, 1)
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        y = x + F.linear(seen.transpose(1, 2).reshape(SAMPLES, LENGTH, HIDDEN), weights[1])
+        attention = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        y = x + F.linear(attention.transpose(1, 2).reshape(SAMPLES, LENGTH, HIDDEN), weights[1])
         y = y + F.linear(F.gelu(F.linear(F.layer_norm(y, [HIDDEN]), weights[2])), weights[3])
         return torch.autograd.grad(y.sum(), [x, *weights])
 

@@ -31,7 +31,7 @@ FEWEST = 8  # sums of a loop at least
 Act = Callable[[], Any]
 
 
-def measure_interleaved_sums(world: World, effort: Effort, told: Act = lambda: None) -> dict[int, float]:
+def measure_interleaved_sums(world: World, effort: Effort, tick: Act = lambda: None) -> dict[int, float]:
     """Return the seconds by which a small sum between computations delays workers, by ranks of a group (collective).
 
     All workers of the world sum at the same time, in pairs and as one group.
@@ -39,32 +39,32 @@ def measure_interleaved_sums(world: World, effort: Effort, told: Act = lambda: N
     Args:
         world: this worker's place among all workers.
         effort: seconds of a loop, and number of times that each is run.
-        told: progress callback, called after each round of each size of groups.
+        tick: progress callback, called after each round of each size of groups.
     """
     groups = {size: _own_group(size, world.rank) for size in summing_groups(world.size)}
-    every = sorted({_own_group(size, rank) for size in groups for rank in range(world.size)})
-    transport = choose_transport(world)(world, [], every)
-    compute, own = make_computation(), torch.zeros(SUMMED, dtype=torch.float64)
+    all_groups = sorted({_own_group(size, rank) for size in groups for rank in range(world.size)})
+    transport = choose_transport(world)(world, [], all_groups)
+    compute, summand = make_computation(), torch.zeros(SUMMED, dtype=torch.float64)
     count = _count_sums(transport, compute, effort.sums_seconds)
     delays: dict[int, list[float]] = {size: [] for size in groups}
     for _ in range(effort.rounds * effort.sums_rounds):
         for size, group in groups.items():
 
             def add_up(group: tuple[int, ...] = group) -> None:
-                transport.all_reduce(own, group).wait()
+                transport.all_reduce(summand, group).wait()
 
             delays[size].append(time_delay(compute, add_up, count, transport.barrier))
-            told()
+            tick()
     # Noise makes a loop slower, with sums or without: the median of the differences, the same for all workers.
-    typical = transport.all_gather_object({size: statistics.median(each) for size, each in delays.items()})
+    typical = transport.all_gather_object({size: statistics.median(values) for size, values in delays.items()})
     transport.barrier()
     transport.close()
-    return {size: max(0.0, *(float(each[size]) for each in typical)) for size in groups}
+    return {size: max(0.0, *(float(medians[size]) for medians in typical)) for size in groups}
 
 
 def _own_group(size: int, rank: int) -> tuple[int, ...]:
-    first = rank // size * size
-    return tuple(range(first, first + size))
+    start = rank // size * size
+    return tuple(range(start, start + size))
 
 
 def time_delay(

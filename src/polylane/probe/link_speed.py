@@ -59,8 +59,8 @@ class TimedTraffic(TrafficCase):
 
 def group_arrangements(workers: int) -> list[tuple[int, int]]:
     """Return (ranks of a group, groups at once) pairs: two ranks alone, all in pairs, and all as one group."""
-    found = [(2, 1), (2, workers // 2), (workers, 1)]
-    return [each for each in dict.fromkeys(found) if each[0] <= workers and each[1] > 0]
+    arrangements = [(2, 1), (2, workers // 2), (workers, 1)]
+    return [pair for pair in dict.fromkeys(arrangements) if pair[0] <= workers and pair[1] > 0]
 
 
 def summing_groups(workers: int) -> list[int]:
@@ -74,7 +74,7 @@ def kinds_of(ranks: int) -> tuple[Kind, ...]:
 
 
 def measure_traffic(
-    world: World, sizes: Sequence[int], budget: float, rounds: int, told: Callable[[], Any] = lambda: None
+    world: World, sizes: Sequence[int], budget: float, rounds: int, tick: Callable[[], Any] = lambda: None
 ) -> list[TimedTraffic]:
     """Time all kinds of traffic in rounds (collective call); all workers get the seconds of the slowest.
 
@@ -83,7 +83,7 @@ def measure_traffic(
         sizes: sizes in bytes of messages and collectives.
         budget: seconds for each size of each kind in each round.
         rounds: number of times everything is measured.
-        told: progress callback, called after each measurement.
+        tick: progress callback, called after each measurement.
     """
     ranks = range(world.size)
     sorts = [
@@ -101,21 +101,21 @@ def measure_traffic(
     for _ in range(rounds):
         for index, sort in enumerate(sorts):
             runs[index] += _time_traffic(transport, world, sort, budget)
-            told()
-    own = [_mean_run(sort, each) for sort, each in zip(sorts, runs, strict=True)]
-    every = list(zip(*transport.all_gather_object(own), strict=True))
+            tick()
+    local_means = [_mean_run(sort, case_runs) for sort, case_runs in zip(sorts, runs, strict=True)]
+    all_means = list(zip(*transport.all_gather_object(local_means), strict=True))
     transport.barrier()  # no worker closes a group that another one still uses
     transport.close()
     return [
-        TimedTraffic(sort.kind, sort.size, sort.ranks, sort.groups, max(s for s, _ in seen), max(c for _, c in seen))
-        for sort, seen in zip(sorts, every, strict=True)
+        TimedTraffic(sort.kind, sort.size, sort.ranks, sort.groups, max(s for s, _ in means), max(c for _, c in means))
+        for sort, means in zip(sorts, all_means, strict=True)
     ]
 
 
 def _group(sort: TrafficCase, rank: int) -> tuple[int, ...]:
     """Return the group of a rank; empty if the rank takes no part."""
-    first = rank // sort.ranks * sort.ranks
-    return tuple(range(first, first + sort.ranks)) if rank < sort.ranks * sort.groups else ()
+    start = rank // sort.ranks * sort.ranks
+    return tuple(range(start, start + sort.ranks)) if rank < sort.ranks * sort.groups else ()
 
 
 # Wall-clock seconds of a run, and CPU seconds of this process in it.
@@ -126,9 +126,9 @@ def _time_traffic(transport: Transport, world: World, sort: TrafficCase, budget:
     """Time as many runs as the budget allows; ranks without a group wait at the barrier."""
     group = _group(sort, world.rank)
     run = _make_run(transport, world, sort, group) if group else None
-    first = max(_time_run(run, world) for _ in range(2))  # warm-up: connections and buffers are made
+    warm_up_run = max(_time_run(run, world) for _ in range(2))  # warm-up: connections and buffers are made
     # All ranks must do the same number of runs, so the slowest decides.
-    slowest = max(transport.all_gather_object(first[0]))
+    slowest = max(transport.all_gather_object(warm_up_run[0]))
     count = int(min(max(budget / max(slowest, 1e-6), FEWEST), MOST))
     transport.barrier()
     return [_time_run(run, world) for _ in range(count)]
@@ -140,7 +140,7 @@ def _mean_run(sort: TrafficCase, runs: Sequence[_Run]) -> tuple[float, float]:
     A message may have to wait until its receiver is scheduled on a core, which in a few of ten cases takes ten times as
     long as the rest. A step sends many messages, so the mean counts, not the median.
     """
-    seconds, computing = (statistics.mean(each) for each in zip(*runs, strict=True))
+    seconds, computing = (statistics.mean(values) for values in zip(*runs, strict=True))
     return seconds / (2 if sort.kind == "send" else 1), computing / max(seconds, 1e-9)  # a ping-pong is two messages
 
 
@@ -163,28 +163,28 @@ def _make_run(transport: Transport, world: World, sort: TrafficCase, group: tupl
     side = max(degree, round((sort.size / ITEM) ** 0.5 / degree) * degree)
     rows, columns = Shard(0, even_cuts(side, degree)), Shard(1, even_cuts(side, degree))
     # Each collective is the redistribution that the runtime performs by it.
-    ways: dict[str, tuple[Placement, Placement]] = {
+    placements: dict[str, tuple[Placement, Placement]] = {
         "all_reduce": (PARTIAL, REPLICATE),
         "all_gather": (rows, REPLICATE),
         "reduce_scatter": (PARTIAL, rows),
         "all_to_all": (rows, columns),
     }
-    source, target = ways[sort.kind]
-    own = torch.ones(side // degree if source == rows else side, side, device=world.device)
-    return lambda: redistribute(axis, own, source, target)
+    source, target = placements[sort.kind]
+    tensor = torch.ones(side // degree if source == rows else side, side, device=world.device)
+    return lambda: redistribute(axis, tensor, source, target)
 
 
 def _ping_pong(transport: Transport, world: World, size: int, group: tuple[int, ...]) -> Callable[[], Any]:
     value = torch.ones(max(size // ITEM, 1), device=world.device)
-    first = world.rank == group[0]
-    peer = group[1] if first else group[0]
+    is_first = world.rank == group[0]
+    peer = group[1] if is_first else group[0]
 
     def run() -> Tensor:
         coming = transport.receive(value.shape, value.dtype, peer)  # posted before the send, as the runtime does
-        if not first:
+        if not is_first:
             coming.wait()
         going = transport.send(value, peer)
-        if first:
+        if is_first:
             coming.wait()
         return going.wait()
 

@@ -36,9 +36,9 @@ def cores() -> int:
     return max(1, min([affine_cores(), *map(int, _quotas(CGROUPS, OWN_CGROUPS))]))
 
 
-def _quotas(root: Path, own: Path) -> Iterator[float]:
+def _quotas(root: Path, listing: Path) -> Iterator[float]:
     """Yield the CPU quotas of this process's cgroups (version 1 or 2) in cores; nothing if there is no limit."""
-    for folder in _folders(root, own, "cpu"):
+    for folder in _folders(root, listing, "cpu"):
         limit = (_read_text(folder / "cpu.max") or " ".join(_read_text(folder / name) for name in _QUOTA)).split()
         if len(limit) == 2 and limit[0] != "max" and float(limit[0]) > 0:
             yield float(limit[0]) / float(limit[1])
@@ -47,15 +47,15 @@ def _quotas(root: Path, own: Path) -> Iterator[float]:
 _QUOTA = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 
 
-def _folders(root: Path, own: Path, controller: str) -> Iterator[Path]:
+def _folders(root: Path, listing: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's cgroup and its ancestors; lines read "4:cpu,cpuacct:/path"."""
-    for line in _read_text(own).splitlines():
+    for line in _read_text(listing).splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" or controller in controllers.split(","):
             # Hierarchy 0 is cgroup version 2; version 1 has a folder for each controller.
             base = root if number == "0" else root / controller
             inner = base / path.lstrip("/")
-            yield from (each for each in (inner, *inner.parents) if each.is_relative_to(base))
+            yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(base))
 
 
 def _read_text(file: Path) -> str:
@@ -68,8 +68,8 @@ def _read_text(file: Path) -> str:
 
 def available_memory() -> int:
     """Return the bytes of memory available to new processes, limited by the cgroup."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", _read_text(Path("/proc/meminfo")))
-    free = int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    match = re.search(r"MemAvailable:\s+(\d+) kB", _read_text(Path("/proc/meminfo")))
+    free = int(match[1]) * 1024 if match else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [_read_text(folder / name) for folder in _folders(CGROUPS, OWN_CGROUPS, "memory") for name in _MEMORY]
     return min([free, *(int(limit) for limit in limits if limit.strip().isdecimal())])
 
@@ -109,9 +109,9 @@ def check_workers(workers: int) -> None:
         if workers > devices:
             raise PolylaneError(f"--workers {workers}: this machine has {devices} accelerator(s), one for each worker")
         return
-    most = max(AT_LEAST, EACH_CORE * cores())
-    if workers > most:
-        raise PolylaneError(f"--workers {workers}: at most {most} can take turns on {cores()} core(s)")
+    max_workers = max(AT_LEAST, EACH_CORE * cores())
+    if workers > max_workers:
+        raise PolylaneError(f"--workers {workers}: at most {max_workers} can take turns on {cores()} core(s)")
     memory = available_memory()
     if workers * LEAST_MEMORY > memory:
         raise PolylaneError(
@@ -127,14 +127,14 @@ def find_preset(name: str, memory: int) -> str | None:
     'a100-80g'
     """
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    alike = {
+    differences = {
         preset: abs(figures["memory"] / memory - 1)
         for preset, figures in device_presets().items()
         if figures.get("type", "cuda") == "cuda"
         and words.issuperset(word for word in preset.split("-") if not _SIZE.fullmatch(word))
     }
-    best = min(alike, key=alike.__getitem__, default=None)
-    return best if best is not None and alike[best] < _ALIKE else None
+    best = min(differences, key=differences.__getitem__, default=None)
+    return best if best is not None and differences[best] < _ALIKE else None
 
 
 def device_kind() -> str:

@@ -32,7 +32,7 @@ LEAST = {"float32": 0.0, "float64": 0.01, "bfloat16": 0.5, "float16": 0.5}
 
 def further_dtypes(device_type: str) -> dict[str, float]:
     """Return the dtypes besides the main one, with the fraction of float32's rate that each must reach."""
-    return {dtype: least for dtype, least in LEAST.items() if dtype != MAIN[device_type]}
+    return {dtype: fraction for dtype, fraction in LEAST.items() if dtype != MAIN[device_type]}
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def traffic_worlds(workers: int) -> list[int]:
     return sorted({roomy, workers}) if workers > 1 else []
 
 
-def measure_machine(workers: int, effort: Effort, told: Told = lambda what, parts: None) -> WorkerMeasurements:
+def measure_machine(workers: int, effort: Effort, tick: Told = lambda activity, parts: None) -> WorkerMeasurements:
     """Measure this machine with ``workers`` processes, which are started for it and take turns.
 
     Raises:
@@ -111,25 +111,25 @@ def measure_machine(workers: int, effort: Effort, told: Told = lambda what, part
     check_workers(workers)
     limit_to_one_thread()
     start = spawn_workers if accelerators() else fork_workers
-    found: WorkerMeasurements = start(partial(_worker, effort), workers, _relay(told))[0]
-    between = [start(partial(_traffic_worker, effort), count, _relay(told))[0] for count in traffic_worlds(workers)]
+    measurements: WorkerMeasurements = start(partial(_worker, effort), workers, _relay(tick))[0]
+    between = [start(partial(_traffic_worker, effort), count, _relay(tick))[0] for count in traffic_worlds(workers)]
     if not between:
-        return found
+        return measurements
     crowded = between[-1] if len(between) > 1 else None
-    return replace(found, timed_traffic=between[0].timed_traffic, sums=between[0].sums, crowded=crowded)
+    return replace(measurements, timed_traffic=between[0].timed_traffic, sums=between[0].sums, crowded=crowded)
 
 
-def _relay(told: Told) -> Callable[[int, dict[str, Any]], None]:
-    return lambda _, said: told(said["what"], said["parts"])
+def _relay(tick: Told) -> Callable[[int, dict[str, Any]], None]:
+    return lambda _, message: tick(message["what"], message["parts"])
 
 
 def _traffic_worker(effort: Effort, context: WorkerContext) -> TransportMeasurements:
     """Run one of the workers that send each other messages, over the transport that a plan of theirs has."""
     world, device = context.world, context.device
 
-    def told(what: str) -> None:
+    def told(activity: str) -> None:
         if context.rank == 0:
-            context.send_message({"what": what, "parts": 1})
+            context.send_message({"what": activity, "parts": 1})
 
     if device.type == "cpu":
         allocator.retain_freed_memory()
@@ -146,9 +146,9 @@ def _worker(effort: Effort, context: WorkerContext) -> WorkerMeasurements:
     if device.type == "cpu":
         allocator.retain_freed_memory()  # as every worker of a training does
 
-    def told(what: str, parts: int = 1) -> None:
+    def told(activity: str, parts: int = 1) -> None:
         if context.rank == 0:
-            context.send_message({"what": what, "parts": parts})
+            context.send_message({"what": activity, "parts": parts})
 
     shares, timed, bandwidth = dict[int, float](), list[TimedCase](), 0.0
     codecs = dict[str, float]()
@@ -167,17 +167,17 @@ def _worker(effort: Effort, context: WorkerContext) -> WorkerMeasurements:
 def _gpu(device: torch.device) -> Accelerator | None:
     if device.type != "cuda":
         return None
-    found = torch.cuda.get_device_properties(device)
-    return Accelerator(found.name, found.total_memory, found.multi_processor_count, measure_dispatch(device))
+    gpu = torch.cuda.get_device_properties(device)
+    return Accelerator(gpu.name, gpu.total_memory, gpu.multi_processor_count, measure_dispatch(device))
 
 
-def _measure_operators(effort: Effort, device: torch.device, told: Callable[..., None]) -> list[TimedCase]:
+def _measure_operators(effort: Effort, device: torch.device, tick: Callable[..., None]) -> list[TimedCase]:
     """Time the sweep in the main dtype, then matmuls in every further dtype that is fast enough."""
     seconds, rounds = effort.case_seconds, effort.rounds
-    found = time_cases(effort.cases, MAIN[device.type], device, seconds, rounds, lambda: told("operators"))
-    for dtype, least in further_dtypes(device.type).items():
-        if is_fast_enough(dtype, device, least):
-            found += time_cases(effort.dtype_cases, dtype, device, seconds, rounds, lambda: told("operators"))
+    cases = time_cases(effort.cases, MAIN[device.type], device, seconds, rounds, lambda: tick("operators"))
+    for dtype, fraction in further_dtypes(device.type).items():
+        if is_fast_enough(dtype, device, fraction):
+            cases += time_cases(effort.dtype_cases, dtype, device, seconds, rounds, lambda: tick("operators"))
         else:
-            told("operators", len(effort.dtype_cases) * rounds)
-    return found
+            tick("operators", len(effort.dtype_cases) * rounds)
+    return cases

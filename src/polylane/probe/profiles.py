@@ -43,19 +43,19 @@ class _Stored(StrictMapping):
     def _complete(self) -> _Stored:
         if not self.samples or list(self.samples) != sorted(set(self.samples)):
             raise ValueError("samples must be ascending batch sizes, one at least")
-        for name, each in (
+        for name, pairs in (
             ("steps", self.steps),
-            *((f"nodes.{name}", own) for name, own in [*self.nodes.items(), *self.shared.items()]),
+            *((f"nodes.{name}", pairs) for name, pairs in [*self.nodes.items(), *self.shared.items()]),
         ):
-            if len(each) != len(self.samples):
+            if len(pairs) != len(self.samples):
                 raise ValueError(f"{name} must have a pair of seconds for each of {len(self.samples)} batch sizes")
         return self
 
 
 def folder() -> Path:
     """Return the folder of the profiles: in $POLYLANE_CACHE, or else in the user's cache."""
-    own = os.environ.get("POLYLANE_CACHE")
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polylane" if not own else Path(own)
+    cache = os.environ.get("POLYLANE_CACHE")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polylane" if not cache else Path(cache)
     return base / "profiles"
 
 
@@ -118,9 +118,9 @@ def load_profile(graph: Graph, device: Device, threads: int | None = None) -> Pr
     try:
         stored = _Stored.model_validate(json.loads(text))
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise PolylaneError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}; {_AGAIN}") from error
+        details = error.errors()[0]
+        location = ".".join(map(str, details["loc"])) or "the file"
+        raise PolylaneError(f"{path}: {location}: {details['msg'].removeprefix('Value error, ')}; {_AGAIN}") from error
     except ValueError as error:
         raise PolylaneError(f"{path} is not JSON: {error}; {_AGAIN}") from error
     if set(stored.nodes) != {node.name for node in graph.nodes} or stored.graph != _of_graph(graph):
@@ -130,8 +130,8 @@ def load_profile(graph: Graph, device: Device, threads: int | None = None) -> Pr
 
 def _of_graph(graph: Graph) -> str:
     """Return the fingerprint with a hash of dtypes and gradients, on which times depend as well."""
-    told = repr([(node.dtype, node.requires_grad) for node in graph.nodes])
-    return f"{graph.fingerprint}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
+    description = repr([(node.dtype, node.requires_grad) for node in graph.nodes])
+    return f"{graph.fingerprint}-{hashlib.sha256(description.encode()).hexdigest()[:8]}"
 
 
 def _threads(device: Device, threads: int | None) -> int:

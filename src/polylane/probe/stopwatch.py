@@ -59,9 +59,9 @@ def lower_quartile(times: Sequence[float]) -> float:
 
 def run_small_operators(device: torch.device) -> None:
     """Run a few small operators, as a pass does between two messages: less than a millisecond on a CPU."""
-    own = torch.ones(64, 64, device=device)
+    matrix = torch.ones(64, 64, device=device)
     for _ in range(20):
-        own @ own
+        matrix @ matrix
 
 
 def warm_up(device: torch.device, seconds: float) -> None:
@@ -89,8 +89,8 @@ class FixedOverhead:
         self.clock_seconds = median_seconds(lambda: None, watch)
         # Extrapolated to a chain without operators: the difference of the chains is the time of LONG
         # operators.
-        first, long = (_chain_backward_seconds(length, device, watch) for length in (1, 1 + self.LONG))
-        self.autograd_seconds = max(0.0, first - (long - first) / self.LONG)
+        short, long = (_chain_backward_seconds(length, device, watch) for length in (1, 1 + self.LONG))
+        self.autograd_seconds = max(0.0, short - (long - short) / self.LONG)
 
 
 def _chain_backward_seconds(length: int, device: torch.device, watch: Watch) -> float:
@@ -107,7 +107,7 @@ def _chain_backward_seconds(length: int, device: torch.device, watch: Watch) -> 
 
 def measure_dispatch(device: torch.device) -> float:
     """Return the seconds of the host per operator issued to a GPU that is kept busy meanwhile."""
-    x, found = torch.ones(8, device=device, requires_grad=True), list[float]()
+    x, times = torch.ones(8, device=device, requires_grad=True), list[float]()
     for _ in range(RUNS // 5):
         torch.cuda._sleep(20 * _AHEAD)
         start = time.perf_counter()
@@ -115,6 +115,6 @@ def measure_dispatch(device: torch.device) -> float:
         for _ in range(100):
             y = torch.ops.aten.neg.default(y)
         torch.autograd.grad([y], [x], [torch.ones_like(y)])
-        found.append((time.perf_counter() - start) / 200)
+        times.append((time.perf_counter() - start) / 200)
         torch.cuda.synchronize()
-    return statistics.median(found)
+    return statistics.median(times)

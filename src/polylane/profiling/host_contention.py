@@ -39,15 +39,15 @@ def together(
     Returns:
         Relative speed by count; empty if the copies cannot run (no memory for them) or are too slow.
     """
-    wanted = [1, *sorted({count for count in counts if count > 1})]
-    if len(wanted) == 1:
+    copy_counts = [1, *sorted({count for count in counts if count > 1})]
+    if len(copy_counts) == 1:
         return {}
     # Forked, so that model and batch are shared copy-on-write and need not be pickled.
     fork = multiprocessing.get_context("fork")
-    barrier = fork.Barrier(wanted[-1])
-    pipes = [fork.Pipe(duplex=False) for _ in range(wanted[-1])]
+    barrier = fork.Barrier(copy_counts[-1])
+    pipes = [fork.Pipe(duplex=False) for _ in range(copy_counts[-1])]
     copies = [
-        fork.Process(target=_copy, args=(model, loss, leaves, rebuild, wanted, index, barrier, pipe), daemon=True)
+        fork.Process(target=_copy, args=(model, loss, leaves, rebuild, copy_counts, index, barrier, pipe), daemon=True)
         for index, (_, pipe) in enumerate(pipes)
     ]
     for copy in copies:
@@ -55,23 +55,23 @@ def together(
     # While the parent has a sending end open, its pipe never reports that all copies are gone.
     for _, pipe in pipes:
         pipe.close()
-    told = list[list[tuple[int, float]]]()
+    reports = list[list[tuple[int, float]]]()
     try:
         for copy, (receive, _) in zip(copies, pipes, strict=True):
-            told.append(_told(copy, receive, PATIENCE * ROUNDS * len(wanted)))
-            if not told[-1]:  # the others would wait for it at the barrier
+            reports.append(_told(copy, receive, PATIENCE * ROUNDS * len(copy_counts)))
+            if not reports[-1]:  # the others would wait for it at the barrier
                 return {}
     finally:
         for copy in copies:
             copy.kill()  # whatever handlers of signals it has inherited
             copy.join()
-    found: dict[int, list[float]] = {count: [] for count in wanted}
-    for times in zip(*told, strict=True):
+    means: dict[int, list[float]] = {count: [] for count in copy_counts}
+    for times in zip(*reports, strict=True):
         count = times[0][0]
-        found[count].append(statistics.mean(seconds for _, seconds in times[:count]))
-    typical = {count: statistics.median(each) for count, each in found.items()}
+        means[count].append(statistics.mean(seconds for _, seconds in times[:count]))
+    typical = {count: statistics.median(values) for count, values in means.items()}
     slowest, factors = 1.0, dict[int, float]()
-    for count in wanted[1:]:  # more copies cannot run faster: a rise is noise
+    for count in copy_counts[1:]:  # more copies cannot run faster: a rise is noise
         factors[count] = slowest = min(slowest, typical[1] / typical[count])
     return factors
 
@@ -80,10 +80,10 @@ def _told(copy: BaseProcess, pipe: Connection, patience: float) -> list[tuple[in
     """Receive the times of a copy; empty if it was killed or gave up."""
     wait([pipe, copy.sentinel], patience)
     try:
-        found = json.loads(pipe.recv_bytes()) if pipe.poll() else []
+        times = json.loads(pipe.recv_bytes()) if pipe.poll() else []
     except EOFError:  # every process that had the sending end is gone
         return []
-    return [(count, seconds) for count, seconds in found]
+    return [(count, seconds) for count, seconds in times]
 
 
 def _copy(
@@ -97,23 +97,23 @@ def _copy(
     pipe: Connection,
 ) -> None:
     """Run one copy: send its CPU seconds of a pass for every count, 0 for counts that it sits out."""
-    whole, found = ModelWithLoss(model, loss, rebuild), list[tuple[int, float]]()
+    model_with_loss, times = ModelWithLoss(model, loss, rebuild), list[tuple[int, float]]()
     try:
         for _ in range(ROUNDS):
             for count in counts:
                 barrier.wait(PATIENCE)
-                found.append((count, _pass(whole, leaves) if index < count else 0.0))
-        pipe.send_bytes(json.dumps(found).encode())
+                times.append((count, _pass(model_with_loss, leaves) if index < count else 0.0))
+        pipe.send_bytes(json.dumps(times).encode())
     except threading.BrokenBarrierError:
         pipe.send_bytes(b"[]")
 
 
-def _pass(whole: ModelWithLoss, leaves: Sequence[Any]) -> float:
+def _pass(model_with_loss: ModelWithLoss, leaves: Sequence[Any]) -> float:
     """Return the median CPU seconds of a forward and backward pass, over a fixed wall-clock time."""
     times, end = list[float](), time.perf_counter() + SECONDS
     while len(times) <= FEWEST or time.perf_counter() < end:
-        own = clone_leaves(leaves)
+        inputs = clone_leaves(leaves)
         start = time.process_time()
-        whole(*own)[0].backward()
+        model_with_loss(*inputs)[0].backward()
         times.append(time.process_time() - start)
     return statistics.median(times[1:])

@@ -44,38 +44,38 @@ def profiled(
         leaves, rebuild: flat batch of at least the largest size, and the function that restores its structure.
         sizes: batch sizes to measure; larger ones than the batch are left out.
     """
-    wanted = sorted({n for n in sizes if 1 <= n <= sample_count(leaves)}) or [sample_count(leaves)]
+    batch_sizes = sorted({n for n in sizes if 1 <= n <= sample_count(leaves)}) or [sample_count(leaves)]
     nodes: dict[str, list[Both]] = {node.name: [] for node in graph.nodes}
     shared: dict[str, list[Both]] = {
         n.name: [] for n in graph.nodes if graph.code.has_batch_statistics and n.op == NORM
     }
     steps = []
-    for samples in wanted:
+    for samples in batch_sizes:
         part = take_first_samples(leaves, samples)
-        for node, both in zip(graph.nodes, measure_both(graph, model, loss, clone_leaves(part)), strict=True):
-            nodes[node.name].append(both)
+        for node, seconds in zip(graph.nodes, measure_both(graph, model, loss, clone_leaves(part)), strict=True):
+            nodes[node.name].append(seconds)
         if shared:
-            again = measure_both(graph, model, loss, clone_leaves(part), NORM)
-            for node, both in zip(graph.nodes, again, strict=True):
+            shared_seconds = measure_both(graph, model, loss, clone_leaves(part), NORM)
+            for node, seconds in zip(graph.nodes, shared_seconds, strict=True):
                 if node.name in shared:
-                    shared[node.name].append(both)
+                    shared[node.name].append(seconds)
         steps.append(passes(model, loss, part, rebuild))
-    of_nodes, of_shared = ({name: tuple(each) for name, each in found.items()} for found in (nodes, shared))
-    return Profile(tuple(wanted), of_nodes, tuple(steps), _update(model, loss, optimizer), of_shared)
+    of_nodes, of_shared = ({name: tuple(pairs) for name, pairs in table.items()} for table in (nodes, shared))
+    return Profile(tuple(batch_sizes), of_nodes, tuple(steps), _update(model, loss, optimizer), of_shared)
 
 
 def passes(model: nn.Module, loss: Loss, leaves: Sequence[Any], rebuild: Rebuild) -> Both:
     """Return the median seconds of a forward and a backward pass; gradients accumulate into existing ones."""
-    whole = ModelWithLoss(model, loss, rebuild)
-    wait = wait_for(next((p.device for p in whole.parameters()), torch.device("cpu")))
+    model_with_loss = ModelWithLoss(model, loss, rebuild)
+    wait = wait_for(next((p.device for p in model_with_loss.parameters()), torch.device("cpu")))
     times: list[Both] = []
-    with model_restored(whole):
+    with model_restored(model_with_loss):
         # The first repetition warms up and is dropped.
         for _ in range(REPEATS + 1):
-            own = clone_leaves(leaves)
+            inputs = clone_leaves(leaves)
             wait()
             start = time.perf_counter()
-            result = whole(*own)
+            result = model_with_loss(*inputs)
             wait()
             middle = time.perf_counter()
             result[0].backward()

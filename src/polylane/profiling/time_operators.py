@@ -76,20 +76,20 @@ def measure_both(
     """
     if graph.is_opaque or any(p.is_meta for p in model.parameters()):
         return nominal_seconds(graph)
-    whole = ModelWithLoss(model, loss, lambda flat: flat)
-    with model_restored(whole):
-        if device is not None and any(parameter.device != device for parameter in whole.parameters()):
-            with suppress(RuntimeError), moved_module(whole, device), model_restored(whole):
+    model_with_loss = ModelWithLoss(model, loss, lambda flat: flat)
+    with model_restored(model_with_loss):
+        if device is not None and any(parameter.device != device for parameter in model_with_loss.parameters()):
+            with suppress(RuntimeError), moved_module(model_with_loss, device), model_restored(model_with_loss):
                 constants = {name: value.to(device) for name, value in graph.code.constants.items()}
                 code = replace(graph.code, fx=copy_to_device(graph.code.fx, device), constants=constants)
-                return _measured(replace(graph, code=code), whole, to_device(leaves, device), only)
-        return _measured(graph, whole, leaves, only)
+                return _measured(replace(graph, code=code), model_with_loss, to_device(leaves, device), only)
+        return _measured(graph, model_with_loss, leaves, only)
 
 
-def _measured(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], only: str) -> tuple[Both, ...]:
+def _measured(graph: Graph, model_with_loss: ModelWithLoss, leaves: Sequence[Any], only: str) -> tuple[Both, ...]:
     samples = sample_count(leaves)
-    own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    table = tensors_by_role(whole, graph.code.constants, own)
+    inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    table = tensors_by_role(model_with_loss, graph.code.constants, inputs)
     # A single replica's sum over replicas is its own value.
     part = SampleSlice(
         samples,
@@ -97,7 +97,7 @@ def _measured(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], only: s
         sum_replicas=(lambda tensor: tensor) if only else None,
         open_sizes=graph.code.nominal_sizes,
     )
-    wait = wait_for(next((p.device for p in whole.parameters()), torch.device("cpu")))
+    wait = wait_for(next((p.device for p in model_with_loss.parameters()), torch.device("cpu")))
     # Values are freed after their last reader, so that timing needs no more memory than a forward pass.
     last_use = {used: node for node in graph.code.fx.nodes for used in node.all_input_nodes}
     values: dict[fx.Node, Any] = {}
@@ -121,8 +121,8 @@ def _measured(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], only: s
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: _leaf(values[used]))
                 values[node] = _detached(node.target(*args, **kwargs))
-            for done in [used for used in node.all_input_nodes if last_use[used] is node]:
-                del values[done]
+            for operand in [used for used in node.all_input_nodes if last_use[used] is node]:
+                del values[operand]
     return tuple(seconds[node.id] for node in graph.nodes)
 
 
@@ -197,16 +197,16 @@ def _detached(result: Any) -> Any:
 
 
 def _backward_seconds(result: Any, inputs: Sequence[Any], wait: Callable[[], None]) -> float:
-    every = result if isinstance(result, (list, tuple)) else [result]
-    outputs = [out for out in every if isinstance(out, Tensor) and out.requires_grad]
-    wanted = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.requires_grad]
-    if not outputs or not wanted:
+    results = result if isinstance(result, (list, tuple)) else [result]
+    outputs = [out for out in results if isinstance(out, Tensor) and out.requires_grad]
+    grad_inputs = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.requires_grad]
+    if not outputs or not grad_inputs:
         return 0.0
     seeds = [torch.ones_like(out) for out in outputs]
     wait()
     start = time.perf_counter()
     try:
-        torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+        torch.autograd.grad(outputs, grad_inputs, seeds, allow_unused=True)
     except RuntimeError as error:
         # An operator of a gradient inside of the loss that has no derivative: a training that needs it does not run.
         if "derivative for" not in str(error):

@@ -56,18 +56,18 @@ def plan_reshard(holders: Mapping[int, IndexBox], needs: Mapping[int, IndexBox])
     having, asking = _group_equal_boxes(holders), _group_equal_boxes(needs)
     transfers: list[BoxTransfer] = []
     for need, receivers in asking.items():
-        found = 0
+        volume = 0
         for box, senders in having.items():
             atom = intersect(box, need)
             if box_volume(atom):
-                found += box_volume(atom)
-                own = [rank for rank in receivers if rank in senders]
-                transfers += [BoxTransfer(rank, rank, atom) for rank in own]
+                volume += box_volume(atom)
+                local_ranks = [rank for rank in receivers if rank in senders]
+                transfers += [BoxTransfer(rank, rank, atom) for rank in local_ranks]
                 transfers += _spread_box(atom, senders, [rank for rank in receivers if rank not in senders])
         # The holders' boxes are disjoint if the parts of a need add up to it; more than that means that they overlap.
-        if found != box_volume(need):
-            what = "has" if found < box_volume(need) else "has exactly once"
-            raise ValueError(f"nobody {what} {need}, which ranks {receivers} need")
+        if volume != box_volume(need):
+            verb = "has" if volume < box_volume(need) else "has exactly once"
+            raise ValueError(f"nobody {verb} {need}, which ranks {receivers} need")
     return tuple(transfers)
 
 
@@ -98,9 +98,9 @@ def _spread_box(atom: IndexBox, senders: Sequence[int], receivers: Sequence[int]
     ends = [round(size * len(receivers) * i / len(senders)) for i in range(len(senders) + 1)]
     result = []
     for number, receiver in enumerate(receivers):
-        first, last = number * size, (number + 1) * size
+        begin, end = number * size, (number + 1) * size
         for sender, start, stop in zip(senders, ends, ends[1:], strict=False):
-            a, b = max(start, first) - first, min(stop, last) - first
+            a, b = max(start, begin) - begin, min(stop, end) - begin
             if a < b:
                 result.append(BoxTransfer(sender, receiver, atom if b - a == size else cut_box(atom, along, ((a, b),))))
     return result
@@ -172,12 +172,12 @@ def with_positions(ranges: Ranges) -> list[tuple[int, int, int]]:
     return [(start, at, length) for (start, _), at, length in zip(ranges, ats, lengths, strict=False)]
 
 
-def _translate(pieces: Iterable[tuple[int, int, int]], wanted: Iterable[tuple[int, int]]) -> Ranges:
+def _translate(pieces: Iterable[tuple[int, int, int]], ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Return the images of ranges under a map that shifts each piece (begin, its image, length)."""
-    result, wanted = list[tuple[int, int]](), list(wanted)
+    result, ranges = list[tuple[int, int]](), list(ranges)
     for begin, image, length in pieces:
-        for first, last in wanted:
-            a, b = max(first, begin), min(last, begin + length)
+        for start, stop in ranges:
+            a, b = max(start, begin), min(stop, begin + length)
             if a < b:
                 result.append((image + a - begin, image + b - begin))
     return _merge_ranges(result)

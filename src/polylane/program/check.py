@@ -76,16 +76,16 @@ def _waits_for_sends(
     posted = {program.rank: posting_places(program.actions) for program in programs}
     passes = backward_passes(programs)
     for (sender, sent), (receiver, received) in messages:
-        program, before = of_rank[sender], posted[receiver][received] - 1
+        program, predecessor = of_rank[sender], posted[receiver][received] - 1
         action = program.actions[sent]
-        if before < 0 or action.microbatch is None:
+        if predecessor < 0 or action.microbatch is None:
             continue
-        own = passes.get((sender, action.stage), [])
+        pairs = passes.get((sender, action.stage), [])
         # Passes of a kind follow the microbatches, so that the first one that waits is found by its number.
-        at = bisect_left(own, waiting_microbatch(program, action), key=itemgetter(1))
+        at = bisect_left(pairs, waiting_microbatch(program, action), key=itemgetter(1))
         # Of an unrolled pipeline there are the passes of several batches: those of a later one do not wait.
-        if at < len(own) and own[at][1] // program.microbatches == action.microbatch // program.microbatches:
-            yield (receiver, before), (sender, own[at][0])
+        if at < len(pairs) and pairs[at][1] // program.microbatches == action.microbatch // program.microbatches:
+            yield (receiver, predecessor), (sender, pairs[at][0])
 
 
 def backward_passes(programs: Sequence[Program]) -> dict[tuple[int, int], list[tuple[int, int]]]:
@@ -101,16 +101,16 @@ def backward_passes(programs: Sequence[Program]) -> dict[tuple[int, int], list[t
 def _check_handed_on(program: Program) -> None:
     """Raise RuntimeError unless what a stage gets from another one of its worker is there, both ways, when it runs."""
     passes = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
-    place = {
+    positions = {
         (action.kind is ActionKind.FORWARD, action.stage, action.microbatch): position
         for position, action in enumerate(program.actions)
         if action.kind in passes and not action.steps_back
     }
     for (value, reader), source in program.local_sources.items():
-        for (forward, stage, microbatch), position in place.items():
-            if stage == reader and (other := place.get((forward, source, microbatch))) is not None:
-                before, after = (other, position) if forward else (position, other)
-                if before > after:
+        for (forward, stage, microbatch), position in positions.items():
+            if stage == reader and (source_position := positions.get((forward, source, microbatch))) is not None:
+                producer, consumer = (source_position, position) if forward else (position, source_position)
+                if producer > consumer:
                     raise RuntimeError(
                         f"{value} of microbatch {microbatch} goes from stage {source} to stage {reader} of rank "
                         f"{program.rank} before it is there"

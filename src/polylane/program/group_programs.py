@@ -28,8 +28,8 @@ def lower_groups(partition: Partition, plan: Plan) -> tuple[Program, ...]:
         plan: what runs where, in which order.
     """
     if plan.has_uneven_replicas and plan.takes_turns:
-        whole = lower(partition, plan)
-        return tuple(whole[plan.stages[first].devices[0]] for first in plan.first_chunks)
+        rank_programs = lower(partition, plan)
+        return tuple(rank_programs[plan.stages[stage].devices[0]] for stage in plan.first_chunks)
     lanes = lanes_of(plan, stage_graph_of(partition, plan))
     programs = tuple(_group_program(partition, plan, group, lane) for group, lane in enumerate(lanes))
     if plan.is_asynchronous:
@@ -38,24 +38,24 @@ def lower_groups(partition: Partition, plan: Plan) -> tuple[Program, ...]:
 
 
 def _group_program(partition: Partition, plan: Plan, group: int, lane: Sequence[Action]) -> Program:
-    own = plan.chunks(plan.first_chunks[group])
-    sources, peers = find_local_sources(partition, plan, own), [(other,) for other in plan.stage_groups]
-    receives = {s: [c for c in partition.crossings if s in c.consumers and (c.value, s) not in sources] for s in own}
-    sent = [each for c in partition.crossings if c.producer in own and (each := crossing_as_sent(c, plan))]
-    sends = {s: [c for c in sent if c.producer == s] for s in own}
+    stages = plan.chunks(plan.first_chunks[group])
+    sources, peers = find_local_sources(partition, plan, stages), [(peer,) for peer in plan.stage_groups]
+    receives = {s: [c for c in partition.crossings if s in c.consumers and (c.value, s) not in sources] for s in stages}
+    sent = [message for c in partition.crossings if c.producer in stages and (message := crossing_as_sent(c, plan))]
+    sends = {s: [c for c in sent if c.producer == s] for s in stages}
     actions = [
-        each
+        added_action
         for action in lane
         if action.kind in PASSES
-        for each in add_messages(action, peers, receives[action.stage], sends[action.stage])
+        for added_action in add_messages(action, peers, receives[action.stage], sends[action.stage])
     ]
     return Program(
         rank=group,
-        stage=own[0],
+        stage=stages[0],
         replica=0,
         replicas=(group,),
         actions=tuple(actions),
-        stages=own,
+        stages=stages,
         local_sources=sources,
         buckets=(),
         partition=partition,

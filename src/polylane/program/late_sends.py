@@ -67,30 +67,30 @@ class _Play:
         for (sender, sent), (receiver, received) in match_messages(programs):
             self._sent_at[receiver, received] = sender, sent
             program = self._programs[sender]
-            send, before = program.actions[sent], (receiver, posted[receiver][received] - 1)
+            send, predecessor = program.actions[sent], (receiver, posted[receiver][received] - 1)
             passes = self._passes.get((sender, send.stage), [])
-            self._wait_at(sender, _SendWait(send, before, _turn_of(passes, waiting_microbatch(program, send))))
+            self._wait_at(sender, _SendWait(send, predecessor, _turn_of(passes, waiting_microbatch(program, send))))
 
     def run(self) -> int | None:
         """Run until all stand still; return a worker that waits for a send only, or None: no such worker is left."""
         while self._todo:
             rank = self._todo.popleft()
-            before = self._at[rank]
+            start = self._at[rank]
             while self._at[rank] < len(self._programs[rank].actions):
-                other = self._waits_for((rank, self._at[rank]))
-                if other is not None:
-                    self._stopped[other].append(rank)
+                blocker = self._waits_for((rank, self._at[rank]))
+                if blocker is not None:
+                    self._stopped[blocker].append(rank)
                     break
                 self._at[rank] += 1
-            if self._at[rank] > before:
+            if self._at[rank] > start:
                 self._todo.extend(self._stopped[rank])
                 self._stopped[rank].clear()
         return next((rank for rank in sorted(self._at) if (rank, self._at[rank]) in self._send_waits), None)
 
     def defer(self, rank: int) -> None:
         """Have a worker that stands still wait later for the sends that it waits for."""
-        program, place = self._programs[rank], (rank, self._at[rank])
-        for wait in self._send_waits.pop(place):
+        program, location = self._programs[rank], (rank, self._at[rank])
+        for wait in self._send_waits.pop(location):
             if not self._is_done(wait.before):
                 passes = self._passes[rank, wait.send.stage]
                 following = passes[wait.turn + 1 : wait.turn + 2]
@@ -103,19 +103,19 @@ class _Play:
         if wait.turn < len(passes):
             self._send_waits.setdefault((rank, passes[wait.turn][0]), []).append(wait)
 
-    def _waits_for(self, place: Place) -> int | None:
+    def _waits_for(self, location: Place) -> int | None:
         """Return the rank that must go on before an action can run; None: it can run."""
-        sent_at = self._sent_at.get(place)
+        sent_at = self._sent_at.get(location)
         if sent_at is not None and not self._is_done(sent_at):
             return sent_at[0]
-        waits = self._send_waits.get(place, ())
-        found = next((wait.before[0] for wait in waits if not self._is_done(wait.before)), None)
-        if found is None:
-            self._send_waits.pop(place, None)
-        return found
+        waits = self._send_waits.get(location, ())
+        blocker = next((wait.before[0] for wait in waits if not self._is_done(wait.before)), None)
+        if blocker is None:
+            self._send_waits.pop(location, None)
+        return blocker
 
-    def _is_done(self, place: Place) -> bool:
-        rank, position = place
+    def _is_done(self, location: Place) -> bool:
+        rank, position = location
         return self._at[rank] > position
 
 

@@ -53,9 +53,9 @@ def lower(
         only: ranks whose programs are wanted; default: all. One of each stage is enough to know a plan's time.
     """
     lanes = _lanes_of_step(plan, stage_graph_of(partition, plan))
-    wanted = frozenset(range(plan.workers) if only is None else only)
-    summed = build_buckets(partition, plan, holders or {}, partial or ({},) * plan.pipeline, wanted)
-    programs = tuple(_assemble_program(partition, plan, lanes, summed, rank) for rank in sorted(wanted))
+    targets = frozenset(range(plan.workers) if only is None else only)
+    summed = build_buckets(partition, plan, holders or {}, partial or ({},) * plan.pipeline, targets)
+    programs = tuple(_assemble_program(partition, plan, lanes, summed, rank) for rank in sorted(targets))
     if only is not None:
         return programs
     if plan.is_asynchronous:
@@ -73,7 +73,7 @@ def _lanes_of_step(plan: Plan, graph: StageGraph) -> tuple[Lanes, ...]:
     if plan.is_asynchronous:
         turns = range(plan.data if plan.takes_turns else 1)
         return tuple(
-            tuple(renumber(lane, first, len(turns)) for first in turns) for lane in steady_step(graph, plan.most_turns)
+            tuple(renumber(lane, turn, len(turns)) for turn in turns) for lane in steady_step(graph, plan.most_turns)
         )
     lanes = replica_lanes_of(plan, graph)
     if plan.order:
@@ -97,40 +97,40 @@ def _assemble_program(
         summed: gradient buckets of all ranks, in the order of reduction.
         rank: rank of the worker whose program it is.
     """
-    first, replica = plan.stage_and_replica(rank)
-    own_stages = plan.chunks(first)
+    stage, replica = plan.stage_and_replica(rank)
+    own_stages = plan.chunks(stage)
     sources = find_local_sources(partition, plan, own_stages)
     receives = {
         s: [c for c in partition.crossings if s in c.consumers and (c.value, s) not in sources] for s in own_stages
     }
-    sent = [each for c in partition.crossings if c.producer in own_stages and (each := crossing_as_sent(c, plan))]
+    sent = [message for c in partition.crossings if c.producer in own_stages and (message := crossing_as_sent(c, plan))]
     sends = {s: [c for c in sent if c.producer == s] for s in own_stages}
-    own = tuple(bucket for bucket in summed if rank in bucket.ranks)
+    buckets = tuple(bucket for bucket in summed if rank in bucket.ranks)
     # All reduces come behind the passes here. The runtime starts each one as soon as its gradients are complete,
     # during the last backward pass; a REDUCE action waits for the result. In an asynchronous pipeline every update
     # comes with its reduces behind the batch's last backward pass.
     update = [
-        *(Action(ActionKind.REDUCE, first, value=bucket.name) for bucket in own if len(bucket.ranks) > 1),
-        Action(ActionKind.STEP, first),
+        *(Action(ActionKind.REDUCE, stage, value=bucket.name) for bucket in buckets if len(bucket.ranks) > 1),
+        Action(ActionKind.STEP, stage),
     ]
     # Which replica of another stage has a microbatch depends on its number only where replicas take turns.
-    same = [] if plan.takes_turns else [plan.peers(rank, other) for other in range(partition.stages)]
-    actions, of_replicas = list[Action](), lanes[plan.stage_groups[first]]
+    all_peers = [] if plan.takes_turns else [plan.peers(rank, number) for number in range(partition.stages)]
+    actions, of_replicas = list[Action](), lanes[plan.stage_groups[stage]]
     for action in of_replicas[replica % len(of_replicas)]:
         if action.kind is ActionKind.STEP:
-            actions += [replace(each, steps_back=action.steps_back) for each in update]
+            actions += [replace(update_action, steps_back=action.steps_back) for update_action in update]
         else:
-            peers = same or [plan.peers(rank, other, action.microbatch) for other in range(partition.stages)]
+            peers = all_peers or [plan.peers(rank, number, action.microbatch) for number in range(partition.stages)]
             actions += add_messages(action, peers, receives[action.stage], sends[action.stage])
     return Program(
         rank=rank,
-        stage=first,
+        stage=stage,
         replica=replica,
         replicas=plan.group(rank, ("data",)),
         actions=tuple(actions if plan.is_asynchronous else [*actions, *update]),
         stages=own_stages,
         local_sources=sources,
-        buckets=own,
+        buckets=buckets,
         partition=partition,
         coordinates=plan.coordinates(rank),
         microbatches=plan.microbatches,
@@ -138,17 +138,17 @@ def _assemble_program(
     )
 
 
-def find_local_sources(partition: Partition, plan: Plan, own: Sequence[int]) -> dict[tuple[str, int], int]:
+def find_local_sources(partition: Partition, plan: Plan, stages: Sequence[int]) -> dict[tuple[str, int], int]:
     """Return the values that stages of one worker get from another stage of it, by (value, stage) that reads it.
 
     It is the stage that computes the value; else the first stage that reads it, which receives it for all of them.
     """
-    found = dict[tuple[str, int], int]()
+    sources = dict[tuple[str, int], int]()
     for crossing in partition.crossings:
-        readers = [stage for stage in crossing.consumers if stage in own]
-        source = crossing.producer if crossing.producer in own else min(readers, default=-1)
-        found |= {(crossing.value, stage): source for stage in readers if stage != source}
-    return found
+        readers = [stage for stage in crossing.consumers if stage in stages]
+        source = crossing.producer if crossing.producer in stages else min(readers, default=-1)
+        sources |= {(crossing.value, stage): source for stage in readers if stage != source}
+    return sources
 
 
 def crossing_as_sent(crossing: StageCrossing, plan: Plan) -> StageCrossing | None:
@@ -156,11 +156,11 @@ def crossing_as_sent(crossing: StageCrossing, plan: Plan) -> StageCrossing | Non
 
     The consumers are ascending, so that the first one of a group receives it (:func:`find_local_sources`).
     """
-    first = dict[int, int]()
+    first_readers = dict[int, int]()
     for consumer in crossing.consumers:
-        first.setdefault(plan.first_chunk(consumer), consumer)
-    first.pop(plan.first_chunk(crossing.producer), None)
-    return replace(crossing, consumers=tuple(first.values())) if first else None
+        first_readers.setdefault(plan.first_chunk(consumer), consumer)
+    first_readers.pop(plan.first_chunk(crossing.producer), None)
+    return replace(crossing, consumers=tuple(first_readers.values())) if first_readers else None
 
 
 def unroll(programs: Sequence[Program], plan: Plan, steps: int = 2) -> tuple[Program, ...]:
@@ -169,11 +169,11 @@ def unroll(programs: Sequence[Program], plan: Plan, steps: int = 2) -> tuple[Pro
     Microbatches are numbered through. After the last step come as many more as its batch is under way.
     """
     count = plan.microbatches
-    after = steps_in_flight(stage_graph_of(programs[0].partition, plan), plan.most_turns)
-    steps += after
+    drain_steps = steps_in_flight(stage_graph_of(programs[0].partition, plan), plan.most_turns)
+    steps += drain_steps
 
     def actions(program: Program) -> Iterator[Action]:
-        for step in range(steps + after):
+        for step in range(steps + drain_steps):
             for action in program.actions:
                 batch = step - action.steps_back
                 if 0 <= batch < steps:
@@ -208,14 +208,14 @@ def _order_receives_of(program: Program, sent: Mapping[tuple[int, int], Sequence
         for peer in {a.peer for a in receives.values()}
         if peer is not None
     }
-    ordered, done = list[Action](), set[Action]()
+    ordered, placed_actions = list[Action](), set[Action]()
     for action in program.actions:
         if action.kind is not ActionKind.RECEIVE or action.peer is None:
             ordered.append(action)
             continue
-        while action not in done:
+        while action not in placed_actions:
             ordered.append(queues[action.peer].popleft())
-            done.add(ordered[-1])
+            placed_actions.add(ordered[-1])
     return replace(program, actions=tuple(ordered))
 
 
@@ -223,10 +223,10 @@ def lower_evaluation(partition: Partition, plan: Plan) -> tuple[Program, ...]:
     """Lower a partition to every worker's program for evaluation: forward passes and their messages only."""
     programs = []
     for program in lower(partition, plan):
-        kept = tuple(
+        actions = tuple(
             a for a in program.actions if a.kind is ActionKind.FORWARD or (a.kind in _TRAVEL and not a.gradient)
         )
-        programs.append(replace(program, actions=kept, buckets=(), late_sends={}))
+        programs.append(replace(program, actions=actions, buckets=(), late_sends={}))
     return tuple(programs)
 
 
@@ -240,10 +240,10 @@ def without_replica_sync(program: Program, plan: Plan) -> Program:
     """
     groups = {bucket.ranks for bucket in program.buckets}  # few groups, each shared by many buckets
     within = {ranks: tuple(r for r in ranks if plan.stage_and_replica(r)[1] == program.replica) for ranks in groups}
-    own = tuple(replace(bucket, ranks=within[bucket.ranks]) for bucket in program.buckets)
-    summed = {bucket.name for bucket in own if len(bucket.ranks) > 1}
+    buckets = tuple(replace(bucket, ranks=within[bucket.ranks]) for bucket in program.buckets)
+    summed = {bucket.name for bucket in buckets if len(bucket.ranks) > 1}
     actions = tuple(a for a in program.actions if a.kind is not ActionKind.REDUCE or a.value in summed)
-    return replace(program, actions=actions, buckets=own)
+    return replace(program, actions=actions, buckets=buckets)
 
 
 def add_messages(
@@ -256,24 +256,24 @@ def add_messages(
 
     def travel(kind: ActionKind, crossing: StageCrossing, stages: Sequence[int], gradient: bool) -> list[Action]:
         back = action.steps_back
-        ranks = (p for other in stages for p in peers[other])
+        ranks = (p for end_stage in stages for p in peers[end_stage])
         return [Action(kind, stage, microbatch, crossing.value, p, gradient, back) for p in ranks]
 
     if action.kind is ActionKind.FORWARD:
-        before = [a for c in receives for a in travel(ActionKind.RECEIVE, c, [c.producer], False)]
-        after = [a for c in sends for a in travel(ActionKind.SEND, c, c.consumers, False)]
+        arrivals = [a for c in receives for a in travel(ActionKind.RECEIVE, c, [c.producer], False)]
+        departures = [a for c in sends for a in travel(ActionKind.SEND, c, c.consumers, False)]
     else:
-        before = [a for c in sends if c.requires_grad for a in travel(ActionKind.RECEIVE, c, c.consumers, True)]
-        after = [a for c in receives if c.requires_grad for a in travel(ActionKind.SEND, c, [c.producer], True)]
-    return [*before, action, *after]
+        arrivals = [a for c in sends if c.requires_grad for a in travel(ActionKind.RECEIVE, c, c.consumers, True)]
+        departures = [a for c in receives if c.requires_grad for a in travel(ActionKind.SEND, c, [c.producer], True)]
+    return [*arrivals, action, *departures]
 
 
 def build_buckets(
     partition: Partition,
     plan: Plan,
-    others: Mapping[str, Collection[int]],
+    other_holders: Mapping[str, Collection[int]],
     partial: Partials,
-    wanted: frozenset[int],
+    targets: frozenset[int],
 ) -> tuple[GradientBucket, ...]:
     """Group gradients into buckets by the ranks that sum them, in reverse order of first use.
 
@@ -283,40 +283,40 @@ def build_buckets(
     Args:
         partition: the graph and its cuts into stages.
         plan: the plan, for meshes and ranks.
-        others: by parameter, further stages that keep it up to date though they do not use it in this graph.
+        other_holders: by parameter, further stages that keep it up to date though they do not use it in this graph.
         partial: for every stage, parameter -> the axes along which ranks have partial sums of its gradient.
-        wanted: ranks whose programs are wanted; groups without any of them are left out.
+        targets: ranks whose programs are wanted; groups without any of them are left out.
     """
     graph = partition.graph
     trained, sparse = differentiable_parameters(graph), frozenset(find_sparse_gradients(graph))
-    held = [set(partition.parameters(stage)) for stage in range(plan.pipeline)]
+    stage_parameters = [set(partition.parameters(stage)) for stage in range(plan.pipeline)]
     workers = plan.first_chunks
     order = {name: i for i, name in reversed(list(enumerate(p for node in graph.nodes for p in node.parameters)))}
     # Parameters that the same stages sum along the same axes may share a bucket. Those of one group of workers are
     # further told apart by the stages that use them: their gradients are complete at different times.
-    alike: dict[tuple[tuple[int, ...], tuple[tuple[str, ...], ...], tuple[int, ...]], list[str]] = {}
+    classes: dict[tuple[tuple[int, ...], tuple[tuple[str, ...], ...], tuple[int, ...]], list[str]] = {}
     for name in sorted(order, key=order.__getitem__, reverse=True):
         if name in trained:
-            using = [stage for stage in range(plan.pipeline) if name in held[stage]]
-            known = {*map(plan.first_chunk, using), *others.get(name, ())}
-            holders = tuple(stage for stage in workers if stage in known)
+            using = [stage for stage in range(plan.pipeline) if name in stage_parameters[stage]]
+            first_chunks = {*map(plan.first_chunk, using), *other_holders.get(name, ())}
+            holders = tuple(stage for stage in workers if stage in first_chunks)
             axes = tuple(tuple(a for a in plan.axes_of(s) if a in partial[s].get(name, ())) for s in holders)
             alone = tuple(using or holders) if len(holders) == 1 else ()
-            alike.setdefault((holders, axes, alone), []).append(name)
-    found = list[GradientBucket]()
+            classes.setdefault((holders, axes, alone), []).append(name)
+    buckets = list[GradientBucket]()
     # Parameters of one stage first, tied ones last: the sum of a tied one waits for the slowest of its stages. Of a
     # worker's stages the last one first, whose backward passes end first.
-    for holders, axes, alone in sorted(alike, key=lambda key: (len(key[0]), key[0], [-s for s in key[2]], key[1])):
+    for holders, axes, alone in sorted(classes, key=lambda key: (len(key[0]), key[0], [-s for s in key[2]], key[1])):
         label = f"stage{'-'.join(map(str, alone))}" if alone else "tied" + "-".join(map(str, holders))
-        groups, silent = _reduction_groups(plan, holders, axes, wanted)
-        for number, names in enumerate(_fill_buckets(graph.parameters, alike[holders, axes, alone], sparse)):
-            name = ".".join([label, *dict.fromkeys(a for each in axes for a in each), str(number)])
-            found += [GradientBucket(name, ranks, names, silent, names[0] in sparse) for ranks in groups]
-    return tuple(found)
+        groups, silent = _reduction_groups(plan, holders, axes, targets)
+        for number, names in enumerate(_fill_buckets(graph.parameters, classes[holders, axes, alone], sparse)):
+            name = ".".join([label, *dict.fromkeys(a for stage_axes in axes for a in stage_axes), str(number)])
+            buckets += [GradientBucket(name, ranks, names, silent, names[0] in sparse) for ranks in groups]
+    return tuple(buckets)
 
 
 def _reduction_groups(
-    plan: Plan, stages: Sequence[int], axes: Sequence[Collection[str]], wanted: Collection[int]
+    plan: Plan, stages: Sequence[int], axes: Sequence[Collection[str]], targets: Collection[int]
 ) -> tuple[list[tuple[int, ...]], frozenset[int]]:
     """Return the groups of ranks that sum gradients of these stages, and the ranks that must contribute zeros.
 
@@ -325,19 +325,19 @@ def _reduction_groups(
     Groups without any wanted rank are left out.
     """
     if len(stages) == 1:
-        return _stage_groups(plan, stages[0], axes[0], wanted), frozenset()
+        return _stage_groups(plan, stages[0], axes[0], targets), frozenset()
     groups: dict[tuple[int, ...], list[int]] = {}
     silent: set[int] = set()
     aligned = all(plan.have_same_mesh(stages[0], stage) for stage in stages)
     for stage, summed in zip(stages, axes, strict=True):
         for rank in plan.stages[stage].devices:
             at = plan.coordinates(rank)
-            rest = tuple(index for axis, index in at.items() if axis not in summed)  # axes along which it is replicated
-            groups.setdefault(rest if aligned else (), []).append(rank)
-            if not aligned and any(rest):
+            key = tuple(index for axis, index in at.items() if axis not in summed)  # axes along which it is replicated
+            groups.setdefault(key if aligned else (), []).append(rank)
+            if not aligned and any(key):
                 silent.add(rank)
-    found = [tuple(sorted(ranks)) for ranks in groups.values()]
-    return [ranks for ranks in found if any(rank in wanted for rank in ranks)], frozenset(silent)
+    rank_groups = [tuple(sorted(ranks)) for ranks in groups.values()]
+    return [ranks for ranks in rank_groups if any(rank in targets for rank in ranks)], frozenset(silent)
 
 
 def possible_groups(plan: Plan, stages: Sequence[int]) -> set[tuple[int, ...]]:
@@ -345,21 +345,21 @@ def possible_groups(plan: Plan, stages: Sequence[int]) -> set[tuple[int, ...]]:
 
     Which of them a later graph needs, its layout says: a layer that no batch has used yet, or one that is frozen now.
     """
-    found = set[tuple[int, ...]]()
+    groups = set[tuple[int, ...]]()
     for axes in chain.from_iterable(combinations(plan.axes, count) for count in range(len(plan.axes) + 1)):
         summed = [tuple(axis for axis in axes if axis in plan.axes_of(stage)) for stage in stages]
-        found.update(_reduction_groups(plan, stages, summed, range(plan.workers))[0])
-    return found
+        groups.update(_reduction_groups(plan, stages, summed, range(plan.workers))[0])
+    return groups
 
 
-def _stage_groups(plan: Plan, stage: int, axes: Collection[str], wanted: Collection[int]) -> list[tuple[int, ...]]:
+def _stage_groups(plan: Plan, stage: int, axes: Collection[str], targets: Collection[int]) -> list[tuple[int, ...]]:
     """Return the groups of one stage with a wanted rank: of thousands of ranks only a few may be wanted."""
-    found, seen = list[tuple[int, ...]](), set[int]()
+    groups, grouped_ranks = list[tuple[int, ...]](), set[int]()
     for rank in plan.stages[stage].devices:
-        if rank in wanted and rank not in seen:
-            found.append(plan.group(rank, ("data", *axes)))
-            seen.update(found[-1])
-    return found
+        if rank in targets and rank not in grouped_ranks:
+            groups.append(plan.group(rank, ("data", *axes)))
+            grouped_ranks.update(groups[-1])
+    return groups
 
 
 def differentiable_parameters(graph: Graph) -> set[str]:
@@ -388,10 +388,10 @@ def _fill_buckets(
     groups: list[list[str]] = []
     size, kind = 0, ""
     for name in names:
-        nbytes, own = parameters[name].bytes, name if name in sparse else parameters[name].dtype
-        if not groups or size + nbytes > BUCKET_BYTES or own != kind:
+        nbytes, new_kind = parameters[name].bytes, name if name in sparse else parameters[name].dtype
+        if not groups or size + nbytes > BUCKET_BYTES or new_kind != kind:
             groups.append([])
             size = 0
         groups[-1].append(name)
-        size, kind = size + nbytes, own
+        size, kind = size + nbytes, new_kind
     return [tuple(group) for group in groups]

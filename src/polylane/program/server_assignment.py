@@ -36,8 +36,8 @@ def assign_parameters(partitions: Mapping[str, Partition], plan: Plan) -> tuple[
             f"lower servers to at most {len(sizes)}"
         )
     # An empty parameter counts as one byte, so that empty ones are spread as well, and every server gets a parameter.
-    found = assign_longest_first({name: max(1, size) for name, size in sizes.items()}, [0] * count)
-    return tuple(tuple(name for name in sizes if found[name] == server) for server in range(count))
+    owners = assign_longest_first({name: max(1, size) for name, size in sizes.items()}, [0] * count)
+    return tuple(tuple(name for name in sizes if owners[name] == server) for server in range(count))
 
 
 def assign_longest_first(sizes: Mapping[str, int], load: list[int]) -> dict[str, int]:

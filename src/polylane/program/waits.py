@@ -24,9 +24,9 @@ def receive_horizons(actions: Sequence[Action]) -> list[int]:
 def posting_places(actions: Sequence[Action]) -> list[int]:
     """Return, for every position in a program, the action before which a receive at that position is posted."""
     places, at = list[int](), 0
-    for place, horizon in enumerate(receive_horizons(actions)):
+    for position, horizon in enumerate(receive_horizons(actions)):
         if horizon > at:
-            places += [place] * (horizon - at)
+            places += [position] * (horizon - at)
             at = horizon
     return places
 
@@ -42,4 +42,4 @@ def waiting_microbatch(program: Program, send: Action) -> int:
 
 def waiting_microbatches(program: Program) -> dict[Action, int]:
     """Return :func:`waiting_microbatch` of every send of a program."""
-    return {each: waiting_microbatch(program, each) for each in program.actions if each.kind is ActionKind.SEND}
+    return {send: waiting_microbatch(program, send) for send in program.actions if send.kind is ActionKind.SEND}

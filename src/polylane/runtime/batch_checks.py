@@ -77,30 +77,30 @@ class BatchChecks:
         self._writes = dict[int, int]()  # into the parameters of a trainer, by its id, by the end of its latest step
         self._has_peers = self._shares.count(self._shares[transport.rank]) > 1
 
-    def take(self, batch: Any, what: str, sampled: Sequence[bool]) -> tuple[Batch, Digests, bool]:
+    def take(self, batch: Any, name: str, sampled: Sequence[bool]) -> tuple[Batch, Digests, bool]:
         """Return a batch on this worker's device, digests of it, and whether it was read from a dataset here.
 
         Args:
             batch: a batch as a script gives it, or one that was loaded.
-            what: names it in errors.
+            name: names it in errors.
             sampled: for each leaf of the example batch, whether it is split with the samples.
 
         Raises:
             PolylaneError: it has no samples, or its tensors differ in their number.
         """
-        own: Batch = batch if isinstance(batch, Batch) else Batch.whole(batch)
-        if own.samples == 0:
+        local_batch: Batch = batch if isinstance(batch, Batch) else Batch.whole(batch)
+        if local_batch.samples == 0:
             raise PolylaneError("the batch has no samples")
-        self._what = what
-        digests = self._digest(own, what)
-        return own.to_device(sampled, self._device), digests, own.read_order != 0
+        self._what = name
+        digests = self._digest(local_batch, name)
+        return local_batch.to_device(sampled, self._device), digests, local_batch.read_order != 0
 
-    def _digest(self, batch: Batch, what: str) -> Digests:
+    def _digest(self, batch: Batch, name: str) -> Digests:
         """Return the digests of all workers, with zeros for the others; collective at the first batch.
 
         Args:
             batch: a batch as this worker was given it, or has read it.
-            what: names the batch in errors.
+            name: names the batch in errors.
 
         Raises:
             PolylaneError: at the first batch, where workers have read different ones.
@@ -124,8 +124,8 @@ class BatchChecks:
         if not self._has_compared:
             # Before the first pass: batches of different sizes would end in messages that do not fit.
             self._has_compared = True
-            every = self._transport.all_gather_object([float(n) for n in slots[SLOT * rank : SLOT * (rank + 1)]])
-            self.compare([number for slot in every for number in slot], what, bool(batch.read_order))
+            all_slots = self._transport.all_gather_object([float(n) for n in slots[SLOT * rank : SLOT * (rank + 1)]])
+            self.compare([number for slot in all_slots for number in slot], name, bool(batch.read_order))
         return slots
 
     def agree_on_settings(self, setting: str | None, file: str | None) -> str | None:
@@ -142,16 +142,16 @@ class BatchChecks:
             return file
         if file is None and not self._needs_same_graph:
             return file
-        seen = self._transport.all_gather_object([setting or "", file or ""])
-        changed = [label for label, _ in seen]
-        others = _find_others([False] * len(changed), [1 + bool(label) for label in changed])
-        if others:
+        settings = self._transport.all_gather_object([setting or "", file or ""])
+        changed = [label for label, _ in settings]
+        sides = _find_others([False] * len(changed), [1 + bool(label) for label in changed])
+        if sides:
             label = next(filter(None, changed))
-            has, has_not = others if changed[0] else others[::-1]
+            has, has_not = sides if changed[0] else sides[::-1]
             raise PolylaneError(
                 f"{self._what}: {label} has changed on {_in_words(has)}, and not on {_in_words(has_not)}: {_EVERYWHERE}"
             )
-        return str(seen[0][1])
+        return str(settings[0][1])
 
     def add_script(self, slots: Digests, trainer: ObjectiveUpdate, version: int) -> None:
         """Add to the digests of a step what a script may have changed on this worker alone.
@@ -167,8 +167,8 @@ class BatchChecks:
             if not self._is_asynchronous:
                 slots[at + 2] = _digest_options(trainer.optimizer.param_groups)
             slots[at + 3] = version + 1
-            known = self._writes.get(id(trainer))
-            slots[at + 4] = 1 + int(known is not None and known != _count_writes(trainer))
+            writes = self._writes.get(id(trainer))
+            slots[at + 4] = 1 + int(writes is not None and writes != _count_writes(trainer))
 
     def compare(self, numbers: Sequence[float], what: str, was_read: bool) -> None:
         """Refuse a step that workers make of different things; all of them know the same, and raise the same.
@@ -185,34 +185,34 @@ class BatchChecks:
             return
         orders, contents, *of_script = (numbers[at::SLOT] for at in range(SLOT))
         everyone: list[Hashable] = [False] * len(orders)
-        for found, words, peers in zip(of_script, _OF_SCRIPT, (everyone, everyone, self._stages), strict=True):
-            if others := _find_others(peers, found):
+        for digests, words, peers in zip(of_script, _OF_SCRIPT, (everyone, everyone, self._stages), strict=True):
+            if sides := _find_others(peers, digests):
                 raise PolylaneError(
-                    f"{what}: {_in_words(others[1])} trained {words} than rank {others[0][0]}: {_EVERYWHERE}"
+                    f"{what}: {_in_words(sides[1])} trained {words} than rank {sides[0][0]}: {_EVERYWHERE}"
                 )
         if len(set(orders)) == len(set(contents)) == 1:
             return
         # Whoever has read the whole batch is compared with all others that have.
         shares = [None if int(number) % 2 else share for number, share in zip(contents, self._shares, strict=True)]
         kinds = [share is None for share in shares]
-        if others := _find_others(kinds, orders):
+        if sides := _find_others(kinds, orders):
             raise PolylaneError(
-                f"{what}: {_in_words(others[1])} read other samples than rank {others[0][0]}, or made a batch of other "
+                f"{what}: {_in_words(sides[1])} read other samples than rank {sides[0][0]}, or made a batch of other "
                 "sizes of them: every worker must call batches() with the same dataset, of one length, and the same "
                 "arguments; samples of different sizes are padded to one size in the dataset, or by a collate(samples) "
                 "that does not look at the others"
             )
-        others = _find_others(shares, contents)
-        if others and was_read:
+        sides = _find_others(shares, contents)
+        if sides and was_read:
             raise PolylaneError(
-                f"{what}: the dataset gave {_in_words(others[1])} other samples than rank {others[0][0]}: each "
+                f"{what}: the dataset gave {_in_words(sides[1])} other samples than rank {sides[0][0]}: each "
                 "worker must be given what one process would be; take out what makes it depend on the worker (a share "
                 "of the samples by RANK or torch.distributed.get_rank(), other files on another host, random numbers "
                 "of its own): batches are divided for you"
             )
-        if others:
+        if sides:
             raise PolylaneError(
-                f"{what}: {_in_words(others[1])} gave another batch than rank {others[0][0]}: workers must give the "
+                f"{what}: {_in_words(sides[1])} gave another batch than rank {sides[0][0]}: workers must give the "
                 "same whole batch, of which each takes its own samples; orders of a DataLoader part where one rank "
                 "alone draws random numbers: give it generator=torch.Generator().manual_seed(0), or let "
                 "job.batches(dataset, batch_size) read"
@@ -251,11 +251,11 @@ class BatchChecks:
         if self._turn == self._compared_steps:  # no further ones since
             return
         self._compared_steps = self._turn
-        every = self._transport.all_gather_object([self._turn, *map(int, self._all_steps)])
-        if any(steps != every[0][0] for steps, *_ in every):  # a script has stopped early on some
+        totals = self._transport.all_gather_object([self._turn, *map(int, self._all_steps)])
+        if any(steps != totals[0][0] for steps, *_ in totals):  # a script has stopped early on some
             return
         # Sums of all steps may be of any parity: here each stands for whole batches.
-        sums = [2 * number + 1 for _, *both in every for number in (*both, *[0] * (SLOT - _READ))]
+        sums = [2 * number + 1 for _, *digests in totals for number in (*digests, *[0] * (SLOT - _READ))]
         self.compare(sums, f"the first {self._turn} steps", self._all_read)
 
     def refuse_unequal_sizes(self, batch: Batch) -> None:
@@ -268,8 +268,8 @@ class BatchChecks:
         plan = self._prepared.plan
         if plan.data == 1 or not self._needs_same_graph:
             return
-        own = repr(batch_signature(batch.leaves, batch.sampled))
-        if any(other != own for other in self._transport.all_gather_object(own)):
+        signature = repr(batch_signature(batch.leaves, batch.sampled))
+        if any(peer_signature != signature for peer_signature in self._transport.all_gather_object(signature)):
             raise PolylaneError(
                 f"{plan.title}: workers collated their samples of a batch to different sizes, and by this plan they "
                 "must be the same: pad samples to a size that does not depend on the worker, or give step() whole "
@@ -279,9 +279,9 @@ class BatchChecks:
     def refuse_short(self, batch: Batch) -> None:
         """Refuse a batch if it, or a later one of its epoch, has fewer samples than the model can be trained on."""
         fewest = self._prepared.min_samples
-        what = "this batch" if batch.samples == batch.shortest else "the last batch of an epoch"
+        label = "this batch" if batch.samples == batch.shortest else "the last batch of an epoch"
         remedy = "leave it out, with drop_last=True of batches(), or take another batch size"
-        fewest.check(batch.shortest, what, remedy)
+        fewest.check(batch.shortest, label, remedy)
 
 
 def _count_writes(trainer: ObjectiveUpdate) -> int:
@@ -295,7 +295,7 @@ def _count_writes(trainer: ObjectiveUpdate) -> int:
 def _digest_options(groups: Sequence[dict[str, Any]]) -> int:
     """Return a digest of options that are plain numbers, the same in every process: of what is None it would not be."""
     values = [group.get(name) for group in groups for name in _OPTIONS]
-    flat = [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
+    flat = [option for value in values for option in (value if isinstance(value, tuple) else (value,))]
     return hash(tuple(each if isinstance(each, int | float) else 0.0 for each in flat)) & MASK
 
 
@@ -308,11 +308,11 @@ def _find_others(groups: Sequence[Hashable], numbers: Sequence[float]) -> tuple[
         pairs = enumerate(zip(groups, numbers, strict=True))
         members = [(rank, number) for rank, (of, number) in pairs if of == group and number]
         if members and any(number != members[0][1] for _, number in members):
-            alike = [rank for rank, number in members if number == members[0][1]]
-            return alike, [rank for rank, number in members if number != members[0][1]]
+            peers = [rank for rank, number in members if number == members[0][1]]
+            return peers, [rank for rank, number in members if number != members[0][1]]
     return ()
 
 
-def _in_words(others: Sequence[int]) -> str:
-    shown = ", ".join(map(str, others[:8])) + (f" and {len(others) - 8} others" if len(others) > 8 else "")
-    return f"rank {shown}" if len(others) == 1 else f"ranks {shown}"
+def _in_words(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} others" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -52,8 +52,8 @@ class _Family:
 
     def add(self, signature: Signature, batch: Batch) -> None:
         """Record a form, with copies of a few of its samples: a view would keep all of the batch."""
-        for other in self.samples:
-            self.varying |= differing_dims(signature, other)
+        for known_signature in self.samples:
+            self.varying |= differing_dims(signature, known_signature)
         few = take_few(batch)
         self.samples[signature] = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in few]
         if len(self.samples) > SAMPLED_FORMS:
@@ -88,9 +88,9 @@ def capture_of_few(batch: Batch, capture: Callable[[list[Any]], CompiledGraph]) 
     return capture(clone_leaves(batch.leaves))
 
 
-def differing_dims(one: Signature, other: Signature) -> set[tuple[int, int]]:
+def differing_dims(signature: Signature, other_signature: Signature) -> set[tuple[int, int]]:
     """Return the dimensions in whose sizes two signatures of one family differ, as (leaf, dimension)."""
-    pairs = enumerate(zip(one, other, strict=True))
+    pairs = enumerate(zip(signature, other_signature, strict=True))
     shapes = [(i, a[1], b[1]) for i, (a, b) in pairs if isinstance(a[1], tuple)]
     return {(i, dim) for i, a, b in shapes for dim, (m, n) in enumerate(zip(a, b, strict=True)) if m != n}
 
@@ -120,26 +120,26 @@ class BatchForms:
     def _family(self, structure: Any, signature: Signature) -> _Family:
         return self._families.setdefault((structure, without_sizes(signature)), _Family())
 
-    def find_opening(self, what: Hashable, structure: Any, signature: Signature, batch: Batch) -> Opening | None:
+    def find_opening(self, subject: Hashable, structure: Any, signature: Signature, batch: Batch) -> Opening | None:
         """Return what a capture for a batch is to leave open: all sizes that have varied; None: it has no use.
 
         Args:
-            what: what is captured (the objective, the mode, the version of the settings).
+            subject: what is captured (the objective, the mode, the version of the settings).
             structure, signature: the batch's form, which is recorded.
             batch: its tensors, on the worker's device, which the new capture looks at first.
         """
         family = self._family(structure, signature)
         dims = frozenset(family.varying)
         sizes = [batch.leaves[leaf].shape[dim] for leaf, dim in dims]
-        if not dims or min(sizes) < FEWEST or family.failed[what] >= ATTEMPTS:
+        if not dims or min(sizes) < FEWEST or family.failed[subject] >= ATTEMPTS:
             return None
         device = next(leaf.device for leaf in batch.leaves if isinstance(leaf, Tensor))
-        others = tuple(to_device(own, device) for of, own in family.samples.items() if of != signature)
-        return Opening(dims, others)
+        examples = tuple(to_device(leaves, device) for of, leaves in family.samples.items() if of != signature)
+        return Opening(dims, examples)
 
-    def fail(self, what: Hashable, structure: Any, signature: Signature, error: NotOpened) -> None:
+    def fail(self, subject: Hashable, structure: Any, signature: Signature, error: NotOpened) -> None:
         """Record that a capture with open sizes failed: for good, or until batches of further sizes have come."""
-        self._family(structure, signature).failed[what] += ATTEMPTS if error.is_final else 1
+        self._family(structure, signature).failed[subject] += ATTEMPTS if error.is_final else 1
         self._reason = str(error)
 
     def count_single(self, structure: Any, signature: Signature, seconds: float) -> None:
@@ -192,11 +192,11 @@ class BatchForms:
             return "the nesting of the batch varies"
         names, signatures = leaf_names(forms[0][0]), [signature for _, signature in forms]
         varying = list[str]()
-        for name, own in zip(names, zip(*signatures, strict=True), strict=True):
-            shapes = [shape for _, shape in own]
-            if any(dtype == "carried" for dtype, _ in own):
+        for name, leaf_forms in zip(names, zip(*signatures, strict=True), strict=True):
+            shapes = [shape for _, shape in leaf_forms]
+            if any(dtype == "carried" for dtype, _ in leaf_forms):
                 continue  # its value counts for nothing
-            if len({dtype for dtype, _ in own}) > 1:
+            if len({dtype for dtype, _ in leaf_forms}) > 1:
                 varying.append(f"the dtype of {name}")
             elif not isinstance(shapes[0], tuple):
                 varying += [f"the value of {name}, which is no tensor"] if len(set(shapes)) > 1 else []
@@ -208,7 +208,7 @@ class BatchForms:
         return f"{_join(varying)} var{'y' if len(varying) > 1 else 'ies'} from batch to batch"
 
 
-def _join(words: Sequence[str], most: int = 4) -> str:
+def _join(words: Sequence[str], max_words: int = 4) -> str:
     """Return words as a list in a sentence, the first few of them."""
-    shown = [*words[:most], *(["others"] if len(words) > most else [])]
+    shown = [*words[:max_words], *(["others"] if len(words) > max_words else [])]
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

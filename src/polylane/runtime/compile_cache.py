@@ -87,10 +87,10 @@ class CompileCache:
     """
 
     def __init__(self, training: CompiledTraining, compiler: ProgramBinder, example: Any, agree: Agree) -> None:
-        whole, self._agree = Batch.whole(example), agree
+        batch, self._agree = Batch.whole(example), agree
         self._training, self._compiler, self._example = training, compiler, BatchForm.of_batch(example)
-        self.sampled, self.has_common_tensors = whole.sampled, whole.has_common_tensors
-        self._whole, self._carried = whole, CarriedLeaves()
+        self.sampled, self.has_common_tensors = batch.sampled, batch.has_common_tensors
+        self._whole, self._carried = batch, CarriedLeaves()
         self._entries: OrderedDict[CacheKey, _Entry] = OrderedDict()
         self._versions: dict[tuple[str, bool], SettingsVersions] = {}
         # By form, the key of the graph with open sizes that admits it, and the sizes.
@@ -107,11 +107,11 @@ class CompileCache:
                 partition = None if graph is None else graph.partition
                 self._versions[name, in_training] = SettingsVersions(training, name, in_training, partition)
                 if graph is not None:
-                    key = self._form(name, in_training, whole, 0, graph)
+                    key = self._form(name, in_training, batch, 0, graph)
                     self._entries[key] = _Entry(graph)
         self._ahead = frozenset(self._entries)
-        main = self._form(next(iter(training.objectives)), True, whole, 0)
-        self._forms = BatchForms(main.structure, main.signature, whole)
+        main = self._form(next(iter(training.objectives)), True, batch, 0)
+        self._forms = BatchForms(main.structure, main.signature, batch)
         self._draws: StepDraws | None = None  # of the step that is asked for
 
     def compiled_for(
@@ -152,10 +152,10 @@ class CompileCache:
         self, objective: str, training: bool, batch: Batch, settings: int, graph: CompiledGraph | None = None
     ) -> CacheKey:
         """Return the form of a batch for one objective and mode; of a new graph, record which leaves it carries."""
-        what, structure = (objective, training), (batch.form or self._example).structure
+        purpose, structure = (objective, training), (batch.form or self._example).structure
         if graph is not None:
-            self._carried.record(what, structure, batch.leaves, graph.partition.graph.code.carried)
-        signature = self._carried.sign(what, structure, batch.leaves, batch.sampled)
+            self._carried.record(purpose, structure, batch.leaves, graph.partition.graph.code.carried)
+        signature = self._carried.sign(purpose, structure, batch.leaves, batch.sampled)
         return CacheKey(objective, training, structure, signature, settings)
 
     def _place(self, form: CacheKey, batch: Batch) -> tuple[CacheKey, tuple[int, ...]] | None:
@@ -213,17 +213,17 @@ class CompileCache:
     def _capture(self, form: CacheKey, batch: Batch) -> tuple[CacheKey, tuple[int, ...]]:
         """Capture a graph for a batch, with the sizes open that vary where this is possible; return its key, sizes."""
         self._forms.record(form.structure, form.signature, batch)
-        what = form.objective, form.training, form.settings
-        opening = self._forms.find_opening(what, form.structure, form.signature, batch)
+        purpose = form.objective, form.training, form.settings
+        opening = self._forms.find_opening(purpose, form.structure, form.signature, batch)
         main = self._training.graphs[form.objective].partition.graph.code.readings
         if opening is not None and main and batch.is_whole:  # of other answers none would show that a graph holds
-            others = tuple(each for each in opening.others if answer_alike(main, each, batch.leaves))
-            opening = Opening(opening.dims, others) if others else None
+            other_leaves = tuple(leaves for leaves in opening.others if answer_alike(main, leaves, batch.leaves))
+            opening = Opening(opening.dims, other_leaves) if other_leaves else None
         if opening is not None:
             try:
                 graph = self._captured(form, batch, opening)
             except NotOpened as error:
-                self._forms.fail(what, form.structure, form.signature, error)
+                self._forms.fail(purpose, form.structure, form.signature, error)
             else:
                 opened = graph.partition.graph.code.open
                 sizes = None if opened is None else opened.find(batch.leaves)
@@ -238,9 +238,9 @@ class CompileCache:
         graph = self._captured(form, batch)
         key = form = self._form(form.objective, form.training, batch, form.settings, graph)
         if form in self._entries:  # whose graph holds for other answers
-            further = self._answering.setdefault(form, [])
-            key = form._replace(answers=1 + max((each.answers for each in further), default=0))
-            further.append(key)
+            keys = self._answering.setdefault(form, [])
+            key = form._replace(answers=1 + max((entry.answers for entry in keys), default=0))
+            keys.append(key)
         self._store(key, graph)
         seconds = time.perf_counter() - start
         if key.answers:
@@ -250,12 +250,12 @@ class CompileCache:
 
     def _captured(self, key: CacheKey, batch: Batch, opening: Opening | None = None) -> CompiledGraph:
         of_example = key == self._form(key.objective, key.training, self._whole, key.settings)
-        which = "a batch like the example" if of_example else "a batch of another form than the example's"
-        which += "" if key.training else " in evaluation mode"
+        kind = "a batch like the example" if of_example else "a batch of another form than the example's"
+        kind += "" if key.training else " in evaluation mode"
         form = batch.form or self._example
 
-        def capture(given: list[Any]) -> CompiledGraph:
-            return self._compiler.capture(key.objective, key.training, form.rebuild(given), which, opening, self._draws)
+        def capture(leaves: list[Any]) -> CompiledGraph:
+            return self._compiler.capture(key.objective, key.training, form.rebuild(leaves), kind, opening, self._draws)
 
         graph = capture_of_few(batch, capture)
         readings = graph.partition.graph.code.readings
@@ -282,14 +282,14 @@ class CompileCache:
 
     def _make_room(self) -> None:
         """Evict the least recently used graph if there are too many; those compiled ahead stay."""
-        further = [key for key in self._entries if key not in self._ahead]
-        if len(further) > FORMS_KEPT:
-            self._evict(further[0])
+        keys = [key for key in self._entries if key not in self._ahead]
+        if len(keys) > FORMS_KEPT:
+            self._evict(keys[0])
 
     def _evict(self, key: CacheKey) -> None:
         del self._entries[key]
-        for further in self._answering.values():
-            further[:] = [each for each in further if each != key]
+        for keys in self._answering.values():
+            keys[:] = [kept_key for kept_key in keys if kept_key != key]
         self._placed = {form: placed for form, placed in self._placed.items() if placed[0] != key}
 
     def _forget(self, objective: str, training: bool, settings: int) -> None:
@@ -350,11 +350,11 @@ class SettingsVersions:
             changed_file = agree(change, (latest.find_changed_file() or "") if latest.files else None)
             if change is None and not changed_file:
                 return self._known[0].number
-            for i, known in enumerate(self._known[1:], 1):
-                has_same_files = known.settings.files == ({} if changed_file else latest.files)
-                if has_same_files and known.settings.find_change() is None:
+            for i, version in enumerate(self._known[1:], 1):
+                has_same_files = version.settings.files == ({} if changed_file else latest.files)
+                if has_same_files and version.settings.find_change() is None:
                     self._known.insert(0, self._known.pop(i))
-                    return known.number
+                    return version.number
             self._see_that_it_can_be(change or changed_file)
         if len(self._known) == SETTINGS_KEPT:
             forget(self._objective, self._in_training, self._known.pop().number)
@@ -363,15 +363,15 @@ class SettingsVersions:
     def add(self, number: int, partition: Partition) -> CapturedSettings:
         """Record the settings as they are now, with which a graph was captured, under a version number."""
         effects = partition.graph.code.effects or SideEffects()
-        known = next((each for each in self._known if each.number == number), None)
-        if known is not None:  # captured again for a batch of another form, which may have run other functions
+        version = next((candidate for candidate in self._known if candidate.number == number), None)
+        if version is not None:  # captured again for a batch of another form, which may have run other functions
             effects = replace(
-                effects.merged_with(known.effects),
-                functions_run=effects.functions_run | known.effects.functions_run,
-                environment_keys=(*known.effects.environment_keys, *effects.environment_keys),
-                files=(*known.effects.files, *effects.files),
+                effects.merged_with(version.effects),
+                functions_run=effects.functions_run | version.effects.functions_run,
+                environment_keys=(*version.effects.environment_keys, *effects.environment_keys),
+                files=(*version.effects.files, *effects.files),
             )
-            self._known.remove(known)
+            self._known.remove(version)
         # Of this objective alone: another one's leaf reads anew what this graph has frozen.
         leaves = {node.module for node in partition.graph.nodes if node.op == "leaf"}
         settings = CapturedSettings(self._training.model, self._losses, effects, leaves, self._in_training)
@@ -390,8 +390,8 @@ class SettingsVersions:
             return
         # requires_grad is a setting like any other, for the optimizer holds what is frozen too. But servers have only
         # the weights that were trained at the start, and an asynchronous pipeline keeps versions of these.
-        plan, held = self._training.plan, self._training.held[self._objective]
-        changed = [name for name in self._first.changed_requires_grad() if name in held]
+        plan, held_names = self._training.plan, self._training.held[self._objective]
+        changed = [name for name in self._first.changed_requires_grad() if name in held_names]
         if changed and (plan.is_asynchronous or plan.sync.has_servers):
             word = f"schedule={plan.schedule}" if plan.is_asynchronous else f"servers={plan.sync.server_count}"
             raise PolylaneError(

@@ -72,16 +72,16 @@ def with_compiled_regions(graph: fx.Graph, device: torch.device) -> fx.Graph:
     regions: dict[int, list[fx.Node]] = {}
     for node, index in region_of.items():
         regions.setdefault(index, []).append(node)
-    made, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    new_graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         if node.op == "output":
-            made.output(fx.map_arg(node.args[0], lambda n: values[n]))
+            new_graph.output(fx.map_arg(node.args[0], lambda n: values[n]))
         elif node not in region_of:
-            values[node] = copied = made.node_copy(node, lambda n: values[n])
+            values[node] = copied = new_graph.node_copy(node, lambda n: values[n])
             copied.meta = dict(node.meta)
         elif node is regions[region_of[node]][-1]:  # all of them run where the last one did: nothing lies between
-            _add_call(made, regions[region_of[node]], values, device)
-    return made
+            _add_call(new_graph, regions[region_of[node]], values, device)
+    return new_graph
 
 
 def _find_regions(graph: fx.Graph) -> list[list[fx.Node]]:
@@ -106,23 +106,23 @@ def _computes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and name not in _VIEWS
 
 
-def _add_call(made: fx.Graph, region: Sequence[fx.Node], values: dict[fx.Node, fx.Node], device: torch.device) -> None:
+def _add_call(graph: fx.Graph, region: Sequence[fx.Node], values: dict[fx.Node, fx.Node], device: torch.device) -> None:
     """Add a region's call to the graph, and make its results the values of the nodes that others read."""
-    inside = set(region)
-    reads = list(dict.fromkeys(i for node in region for i in node.all_input_nodes if i not in inside))
-    results = [node for node in region if any(user not in inside for user in node.users)]
-    body, own = fx.Graph(), dict[fx.Node, fx.Node]()
+    members = set(region)
+    reads = list(dict.fromkeys(i for node in region for i in node.all_input_nodes if i not in members))
+    results = [node for node in region if any(user not in members for user in node.users)]
+    body, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in reads:
-        own[node] = body.placeholder(node.name)
+        copies[node] = body.placeholder(node.name)
     for node in region:
-        own[node] = body.node_copy(node, lambda n: own[n])
-        own[node].meta = {}
-    body.output(tuple(own[node] for node in results))
-    call = made.call_function(CompiledRegion(body, device), tuple(values[node] for node in reads))
+        copies[node] = body.node_copy(node, lambda n: copies[n])
+        copies[node].meta = {}
+    body.output(tuple(copies[node] for node in results))
+    call = graph.call_function(CompiledRegion(body, device), tuple(values[node] for node in reads))
     named = next((node for node in region if "name" in node.meta), None)
     call.meta = {} if named is None else {"name": named.meta["name"]}
     for index, node in enumerate(results):
-        values[node] = made.call_function(operator.getitem, (call, index))
+        values[node] = graph.call_function(operator.getitem, (call, index))
         values[node].meta = dict(node.meta)
 
 

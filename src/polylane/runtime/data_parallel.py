@@ -149,8 +149,8 @@ class DataParallel:
     @collective("replicas.mean")
     def mean(self, loss: Tensor | float) -> float:
         """Return the mean over the whole batch of a number that is a mean over this worker's samples; collective."""
-        own = float(torch.as_tensor(loss).detach()) * self._part.weight * self._part.samples / self._part.batch
-        total = torch.tensor([own], dtype=torch.float64, device=self.world.device)
+        summand = float(torch.as_tensor(loss).detach()) * self._part.weight * self._part.samples / self._part.batch
+        total = torch.tensor([summand], dtype=torch.float64, device=self.world.device)
         return float(self._transport.all_reduce(total, range(self.world.size)).wait())
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -196,8 +196,8 @@ class DataParallel:
         try:
             loss.backward(*args, **kwargs)
         except BaseException:
-            for index, before in self._earlier_gradients.items():  # nothing was summed: restore what was set aside
-                self._parameters[index].grad = before
+            for index, grad in self._earlier_gradients.items():  # nothing was summed: restore what was set aside
+                self._parameters[index].grad = grad
             self._earlier_gradients = {}
             raise
         finally:
@@ -241,29 +241,29 @@ class DataParallel:
         reached[list(earlier)] = 1
         everyone = range(self.world.size)
         self._transport.all_reduce(reached, everyone).wait()
-        which = reached.nonzero().flatten().tolist()
+        indices = reached.nonzero().flatten().tolist()
         pending = []
         # One flat all-reduce for each dtype, in the same order on every worker; all are under way at once.
-        for dtype in sorted({str(self._parameters[i].dtype) for i in which}):
-            own = [i for i in which if str(self._parameters[i].dtype) == dtype]
-            grads = [self._parameters[i].grad if i in earlier else None for i in own]
+        for dtype in sorted({str(self._parameters[i].dtype) for i in indices}):
+            bucket = [i for i in indices if str(self._parameters[i].dtype) == dtype]
+            grads = [self._parameters[i].grad if i in earlier else None for i in bucket]
             flat = torch.cat(
                 [
                     torch.zeros_like(self._parameters[i]).flatten() if g is None else g.flatten()
-                    for i, g in zip(own, grads, strict=True)
+                    for i, g in zip(bucket, grads, strict=True)
                 ]
             )
-            pending.append((own, self._transport.all_reduce(flat, everyone)))
-        for own, transfer in pending:
-            pieces = transfer.wait().split([self._parameters[i].numel() for i in own])
-            for i, piece in zip(own, pieces, strict=True):
+            pending.append((bucket, self._transport.all_reduce(flat, everyone)))
+        for bucket, transfer in pending:
+            pieces = transfer.wait().split([self._parameters[i].numel() for i in bucket])
+            for i, piece in zip(bucket, pieces, strict=True):
                 parameter = self._parameters[i]
-                before = earlier.get(i, parameter.grad)
+                old_grad = earlier.get(i, parameter.grad)
                 grad = match_strides(piece.view_as(parameter), parameter)
                 if str(i) in self._hooks.taken:
-                    parameter.grad, self._of_hooks[str(i)] = grad.clone(), before
+                    parameter.grad, self._of_hooks[str(i)] = grad.clone(), old_grad
                     continue
-                parameter.grad = grad.clone() if before is None else before + grad
+                parameter.grad = grad.clone() if old_grad is None else old_grad + grad
 
 
 class _ScaledBackward(TorchFunctionMode):

@@ -89,12 +89,12 @@ class Guard:
     local: Callable[[], Tensor | None] = lambda: None
     cut: Callable[[Tensor], Tensor | None] | None = None
     is_served: bool = False
-    record_write: Callable[[bool], None] = lambda whole: None
+    record_write: Callable[[bool], None] = lambda is_fresh: None
     draft: Tensor | None = None
 
-    def take_part(self, whole: Tensor) -> None:
+    def take_part(self, full_tensor: Tensor) -> None:
         """Write this worker's part of a whole tensor."""
-        local, part = self.local(), self.cut(whole) if self.cut is not None else None
+        local, part = self.local(), self.cut(full_tensor) if self.cut is not None else None
         if local is not None and part is not None:
             local.detach().copy_(part.view(local.shape))
 
@@ -102,18 +102,18 @@ class Guard:
         """Take this worker's part of what torch.nn.init has written, if it has, and count a write on the tensor."""
         if self.draft is None:
             return
-        whole, self.draft = self.draft.detach(), None
+        full_tensor, self.draft = self.draft.detach(), None
         try:
             with torch._C.DisableTorchFunctionSubclass():
-                self.take_part(whole)
+                self.take_part(full_tensor)
         except StaleWeights:  # of a training that has ended: nobody trains on it, and all reads are refused
             return
         self.record_write(True)
         torch.autograd.graph.increment_version(tensor)
 
-    def refuse(self, what: str) -> StaleWeights:
+    def refuse(self, operation: str) -> StaleWeights:
         """Return the error for a use that this process cannot make."""
-        if what == "grad":
+        if operation == "grad":
             return StaleWeights(
                 f"the gradient of {self.name} is not whole in this process: {self.why}; "
                 "job.whole_gradients() returns whole ones"
@@ -173,31 +173,31 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     guards = {id(guard): guard for guard in map(_guard_of, guarded) if guard is not None}
     if not guards:  # a copy that torch made of one, of which nobody knows
         return func(*args, **kwargs)
-    what, guard = _name_of(func), next(iter(guards.values()))
-    kind, is_write = _KINDS.get(what), _is_write(what, func) or kwargs.get("out") is not None
-    if kind == "metadata" or (guard.is_served and what not in ("data", "detach") and not is_write):
-        return _guard_views(guarded[0], guard, what, _on_ordinary(guarded, func, args, kwargs))
+    operation, guard = _name_of(func), next(iter(guards.values()))
+    kind, is_write = _KINDS.get(operation), _is_write(operation, func) or kwargs.get("out") is not None
+    if kind == "metadata" or (guard.is_served and operation not in ("data", "detach") and not is_write):
+        return _guard_views(guarded[0], guard, operation, _on_ordinary(guarded, func, args, kwargs))
     # A view of one is no new tensor: what would be written to it is lost.
-    is_view = what.endswith("_as") and isinstance(args[0], _Answers)
+    is_view = operation.endswith("_as") and isinstance(args[0], _Answers)
     if kind in ("shape", "like") and not is_view:
         # Of the whole shape, in the memory of one element; a shape alone is asked of a tensor without memory.
         new, kw = tree_map(lambda value: _stand_in(value, kind == "shape"), (tuple(args), kwargs))
         return func(*new, **kw)
     if initializes and len(guards) == 1 and not guard.is_served:
         return _initialize(guard, func, guarded[0], args, kwargs)
-    if what in ("data", "detach"):
+    if operation in ("data", "detach"):
         alias = func(*args, **kwargs).as_subclass(Tensor)
         put_guard(alias, guard)
         return alias
-    if what in ("__repr__", "__format__", "__str__"):
+    if operation in ("__repr__", "__format__", "__str__"):
         return f"<{guard.name}, of shape {tuple(guard.shape)}: {guard.why}>"
     # Optimizers and modules look for a gradient before they drop it.
-    if what == "grad" and sys._getframe(2).f_code.co_name == "zero_grad":
+    if operation == "grad" and sys._getframe(2).f_code.co_name == "zero_grad":
         return func(*args)
     is_target = isinstance(args[0] if args else kwargs.get("tensor"), _Answers)
     if is_write and is_target and len(guards) == 1 and not guard.is_served:
-        return _write(guard, what, func, guarded, args, kwargs)
-    raise guard.refuse(what)
+        return _write(guard, operation, func, guarded, args, kwargs)
+    raise guard.refuse(operation)
 
 
 def _name_of(func: Any) -> str:
@@ -207,9 +207,9 @@ def _name_of(func: Any) -> str:
     return name
 
 
-def _is_write(what: str, func: Any) -> bool:
-    in_place = what.endswith("_") and not what.endswith("__")
-    of_python = what in ("data=", "__setitem__") or _KINDS.get(what) == "by element"
+def _is_write(operation: str, func: Any) -> bool:
+    in_place = operation.endswith("_") and not operation.endswith("__")
+    of_python = operation in ("data=", "__setitem__") or _KINDS.get(operation) == "by element"
     return in_place or of_python or getattr(func, "__module__", None) == _INITIALIZERS
 
 
@@ -225,9 +225,9 @@ def _on_ordinary(guarded: Iterable[Tensor], func: Any, args: Sequence[Any], kwar
             put_guard(tensor, guard)
 
 
-def _guard_views(tensor: Tensor, guard: Guard, what: str, result: Any) -> Any:
+def _guard_views(tensor: Tensor, guard: Guard, operation: str, result: Any) -> Any:
     """Guard views of a tensor that a server has, too: what would be written to them is lost."""
-    if guard.is_served and (what == "__getitem__" or not what.startswith("__")):
+    if guard.is_served and (operation == "__getitem__" or not operation.startswith("__")):
         base = tensor if tensor._base is None else tensor._base
         for value in tree_leaves(result):
             if type(value) is Tensor and value._base is base:
@@ -254,32 +254,32 @@ def _initialize(guard: Guard, func: Any, tensor: Tensor, args: Sequence[Any], kw
 
 
 def _write(
-    guard: Guard, what: str, func: Any, guarded: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+    guard: Guard, operation: str, func: Any, guarded: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Make a write on what this worker has of a tensor, and return the tensor that was written."""
     tensor = guarded[0]
-    if what == "data=" and len(guarded) > 1:  # `tensor.data += 1` assigns what it has written to itself
+    if operation == "data=" and len(guarded) > 1:  # `tensor.data += 1` assigns what it has written to itself
         return None
-    is_fresh = _KINDS.get(what) == "fresh" or getattr(func, "__module__", None) == _INITIALIZERS
-    if what == "__setitem__" and _is_everything(args[1]):
-        is_fresh, func, args = True, lambda whole, value: whole.__setitem__(..., value), (args[0], args[2])
-    if what == "data=":
+    is_fresh = _KINDS.get(operation) == "fresh" or getattr(func, "__module__", None) == _INITIALIZERS
+    if operation == "__setitem__" and _is_everything(args[1]):
+        is_fresh, func, args = True, lambda target, value: target.__setitem__(..., value), (args[0], args[2])
+    if operation == "data=":
         func = Tensor.copy_
     if guard.cut is None:
-        with torch.no_grad() if what == "data=" else nullcontext():
+        with torch.no_grad() if operation == "data=" else nullcontext():
             _on_ordinary(guarded, func, args, kwargs)
     elif is_fresh:
-        whole = tensor.new_empty(guard.shape)
-        new, kw = tree_map(lambda value: whole if isinstance(value, _Answers) else value, (tuple(args), kwargs))
+        full_tensor = tensor.new_empty(guard.shape)
+        new, kw = tree_map(lambda value: full_tensor if isinstance(value, _Answers) else value, (tuple(args), kwargs))
         func(*new, **kw)
-        guard.take_part(whole)
-    elif _KINDS.get(what) == "by element" and guarded[0] is args[0]:
+        guard.take_part(full_tensor)
+    elif _KINDS.get(operation) == "by element" and guarded[0] is args[0]:
         local = guard.local()
         if local is not None:
             new, kw = tree_map(lambda value: _cut_argument(guard, local, value), (tuple(args[1:]), kwargs))
             func(local.detach(), *new, **kw)
     else:
-        raise guard.refuse(what)
+        raise guard.refuse(operation)
     guard.record_write(is_fresh)
     # Also where this worker holds nothing of it: all workers that make a write count one.
     torch.autograd.graph.increment_version(tensor)

@@ -122,14 +122,14 @@ class Job:
             PolylaneError: an unknown objective; or this batch, or a later one of its epoch, is too short for the model.
         """
         name = self._resolve_objective(objective)
-        after, stream = self._offered[1:] if batch is self._offered[0] else (self._position, self._stream)
+        position, stream = self._offered[1:] if batch is self._offered[0] else (self._position, self._stream)
         if self.audit is not None:
             of_dataset = batch.loaded_samples if isinstance(batch, Batch) and batch is self._offered[0] else 0
-            self.audit.before_step(batch, name, after.epoch, after.samples - of_dataset)
+            self.audit.before_step(batch, name, position.epoch, position.samples - of_dataset)
         result = self._role.step(batch, name, self.anomalies)
         if self.audit is not None:
             self.audit.after_step(result)
-        self._position, self._stream = Position(self._position.step + 1, after.epoch, after.samples), stream
+        self._position, self._stream = Position(self._position.step + 1, position.epoch, position.samples), stream
         return result
 
     @collective("job.evaluate")
@@ -181,12 +181,12 @@ class Job:
         if batch_size < self.plan.microbatches:
             raise PolylaneError(f"a batch of {batch_size} cannot be divided into {self.plan.microbatches} microbatches")
         start, stream = start or Position(), self._stream.for_other_batches()
-        how = dict[str, Any](shuffle=shuffle, drop_last=drop_last, collate=collate, workers=workers, state=stream)
-        for epoch in range(first := max(first_epoch, start.epoch), first_epoch + epochs):
-            seen, how["resumed"] = start.samples if epoch == start.epoch else 0, bool(start.step) and epoch == first
-            for batch in self.world.progress.loading(self._role.epoch(dataset, batch_size, epoch, skip=seen, **how)):
-                seen += batch.loaded_samples
-                self._offered = batch, Position(0, epoch, seen), stream
+        extra = dict[str, Any](shuffle=shuffle, drop_last=drop_last, collate=collate, workers=workers, state=stream)
+        for epoch in range(begin := max(first_epoch, start.epoch), first_epoch + epochs):
+            count, extra["resumed"] = start.samples if epoch == start.epoch else 0, bool(start.step) and epoch == begin
+            for batch in self.world.progress.loading(self._role.epoch(dataset, batch_size, epoch, skip=count, **extra)):
+                count += batch.loaded_samples
+                self._offered = batch, Position(0, epoch, count), stream
                 yield batch
 
     # ---- weights and gradients ---------------------------------------------------------------------------------------

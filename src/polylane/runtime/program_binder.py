@@ -120,7 +120,7 @@ class ProgramBinder:
         objective: str,
         training: bool,
         batch: Any,
-        which: str,
+        kind: str,
         opening: Opening | None = None,
         draws: StepDraws | None = None,
     ) -> CompiledGraph:
@@ -136,7 +136,7 @@ class ProgramBinder:
             FullTensors(self._local_model).installed_in_model(),
             python_kept(prepared.model, *prepared.losses),
         ):
-            partition = prepared.recapture(objective, batch, training, which, opening, draws)
+            partition = prepared.recapture(objective, batch, training, kind, opening, draws)
         if opening is not None and not prepared.batch_is_sharded and max(self._plan.data, self._plan.microbatches) > 1:
             check_open_sizes(partition.graph, self._plan.per_sample, opening.others)
         self._refuse(partition, training)
@@ -171,9 +171,12 @@ class ProgramBinder:
                 f"microbatch of every batch, and one has {format_plural(samples, 'sample')}: leave it out, with "
                 "drop_last=True of batches()"
             )
-        own = tuple(count_replica_samples(samples, parts, plan.data)) if plan.sync.is_replica_local else ()
+        counts = tuple(count_replica_samples(samples, parts, plan.data)) if plan.sync.is_replica_local else ()
         return replace(
-            bound, executor=bound.executor.fit_to_samples(samples, open_sizes), passes=min(parts, samples), counted=own
+            bound,
+            executor=bound.executor.fit_to_samples(samples, open_sizes),
+            passes=min(parts, samples),
+            counted=counts,
         )
 
     def bind_graph(
@@ -208,10 +211,10 @@ class ProgramBinder:
                 "workers found the samples in another order in what crosses between stages: are their models, batches "
                 "and library versions the same? Stages with the same data do not divide samples anew"
             )
-        own = programs[self._local_model.world.rank]
-        trains = any(action.kind is ActionKind.STEP for action in own.actions)
+        program = programs[self._local_model.world.rank]
+        trains = any(action.kind is ActionKind.STEP for action in program.actions)
         pipeline = self.pipeline if trains else None
-        executor = bind_program(own, graph, self._local_model, self._connections, replica_local, codec, pipeline)
+        executor = bind_program(program, graph, self._local_model, self._connections, replica_local, codec, pipeline)
         # Several stages on the same workers have a buffer once: they are known by the first.
         used = stages_of_buffers(partition).items()
         buffers = {name: frozenset(map(self._plan.first_chunk, stages)) for name, stages in used}
@@ -233,9 +236,9 @@ class ProgramBinder:
         self._refuse_new_statistics(partition)
 
     def _refuse_new_statistics(self, partition: Partition) -> None:
-        graphs = [each.graph for each in self._prepared.partitions.values()]
-        known = any(graph.code.has_batch_statistics for graph in graphs)
-        if partition.graph.code.has_batch_statistics and self._plan.data > 1 and not known:
+        graphs = [earlier_partition.graph for earlier_partition in self._prepared.partitions.values()]
+        is_known = any(graph.code.has_batch_statistics for graph in graphs)
+        if partition.graph.code.has_batch_statistics and self._plan.data > 1 and not is_known:
             raise PolylaneError(
                 "a part of the model normalizes by statistics of the batch now, but did not when the training was "
                 "prepared, so that replicas have no way to share them: let it train() then, and eval() it before the "

@@ -11,13 +11,13 @@ from typing import Any
 _SOURCES = str(Path(__file__).resolve().parents[2])  # the folder that has the package
 
 
-def start_module(module: str, *arguments: str, **how: Any) -> subprocess.Popen[bytes]:
+def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     """Start ``python -m MODULE ARGUMENTS``.
 
     Args:
         module: dotted name of the module.
         arguments: its command line.
-        how: what the process shares with this one, as keyword arguments of :class:`subprocess.Popen`.
+        options: what the process shares with this one, as keyword arguments of :class:`subprocess.Popen`.
 
     Raises:
         OSError: no process can be started.
@@ -26,5 +26,5 @@ def start_module(module: str, *arguments: str, **how: Any) -> subprocess.Popen[b
         [sys.executable, "-P", "-m", module, *arguments],  # -P: a json.py in the user's folder is not the library's
         env={**os.environ, "PYTHONPATH": os.pathsep.join([_SOURCES, os.environ.get("PYTHONPATH", "")])},
         start_new_session=True,  # Ctrl-C is for the workers, with which it ends
-        **how,
+        **options,
     )

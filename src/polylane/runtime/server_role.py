@@ -160,7 +160,7 @@ class ServingRole:
         return StepResult(self._step - 1, samples, torch.full((2,), math.nan, dtype=torch.float64))
 
     def epoch(
-        self, dataset: Any, batch_size: int, epoch: int, *, drop_last: bool, skip: int = 0, **how: Any
+        self, dataset: Any, batch_size: int, epoch: int, *, drop_last: bool, skip: int = 0, **options: Any
     ) -> Iterator[Batch]:
         """Yield as many batches as the training workers have, of the same sizes, with no samples in them."""
         sizes = data.count_batch_sizes(dataset, batch_size, drop_last, skip)

@@ -90,7 +90,7 @@ class HostClock:
     def make_span(
         self, rank: int, action: Action, start: Mark, end: Mark, waited: Sequence[tuple[Mark, Mark]], size: int
     ) -> TimedSpan:
-        return KnownSpan(Span(rank, action, start, end, sum(after - before for before, after in waited), size))
+        return KnownSpan(Span(rank, action, start, end, sum(finish - begin for begin, finish in waited), size))
 
     def seconds_since(self, start: Mark) -> float:
         return time.perf_counter() - float(start)
@@ -135,7 +135,7 @@ class DeviceSpan:
             start = self.start.seconds
             # Two marks may have different anchors, whose host times differ by microseconds.
             end = max(start, self.end.seconds)
-            waited = sum(max(0.0, after.seconds - before.seconds) for before, after in self.waited)
+            waited = sum(max(0.0, finish.seconds - begin.seconds) for begin, finish in self.waited)
             self._known = Span(self.rank, self.action, start, end, min(waited, end - start), self.size)
             del self.start, self.end, self.waited
         return self._known

@@ -46,7 +46,7 @@ class StaleTensors:
         elsewhere: by the model's own names, tensors that only other workers train, with the reason.
         parts: by name, tensors of which this worker holds a shard only, with the reason.
         trained: names of all trained parameters, for replicas that differ for some steps.
-        apart: reason why replicas differ for some steps; "" where they never do.
+        reason: reason why replicas differ for some steps; "" where they never do.
         guards: by name, guards of tensors that are not whole for some time, or that a server has.
         losses: the user's losses; the tensors of those that are modules are known by names that begin with "loss.".
     """
@@ -57,12 +57,12 @@ class StaleTensors:
         elsewhere: Mapping[str, str],
         parts: Mapping[str, str],
         trained: Collection[str] = (),
-        apart: str = "",
+        reason: str = "",
         guards: Mapping[str, Guard] | None = None,
         losses: Sequence[Any] = (),
     ) -> None:
         self._model = weakref.ref(model)
-        self._elsewhere, self._parts, self._why_apart = dict(elsewhere), dict(parts), apart
+        self._elsewhere, self._parts, self._why_apart = dict(elsewhere), dict(parts), reason
         self._trained = frozenset(trained)
         self._steps, self._replicas_differ, self._is_closed = 0, False, False
         named = _named_tensors(model, losses)
@@ -82,23 +82,23 @@ class StaleTensors:
         ]
         self._worded = dict[tuple[str, str], Guard]()
         self._guarded: list[TensorWeakRef] = []
-        if (other := _TRACKED.get(model)) is not None:
-            other.unguard()
+        if (old_tracker := _TRACKED.get(model)) is not None:
+            old_tracker.unguard()
         _TRACKED[model] = self
         _unwatch_modules(model)
-        if concerned := {*elsewhere, *parts, *(trained if apart else ())}:
+        if concerned := {*elsewhere, *parts, *(trained if reason else ())}:
             _watch_modules(self, model, concerned)
         if not _OWN[0]:
             self.guard()
 
-    def record_step(self, apart: bool = False) -> None:
+    def record_step(self, replicas_differ: bool = False) -> None:
         """Record that an optimizer step was taken.
 
         Args:
-            apart: whether the replicas' weights differ after this step.
+            replicas_differ: whether the replicas' weights differ after this step.
         """
         self._steps += 1
-        self._replicas_differ = apart
+        self._replicas_differ = replicas_differ
         self._given.clear()
 
     def close(self) -> None:
@@ -170,58 +170,62 @@ def track_stale_weights(holding: LocalModel) -> StaleTensors:
     buffers = holding.stages_of_buffers()
     named, elsewhere, parts = _named_tensors(prepared.model, prepared.losses), dict[str, str](), dict[str, str]()
     for name, tensor in named.items():
-        own = next((graph.tied[name] for graph in graphs if name in graph.tied), name)
-        stages = holding.owning_stages.get(own, ()) if isinstance(tensor, nn.Parameter) else buffers.get(own, ())
-        if holding.shard_spec.is_sharded(own):
+        first_name = next((graph.tied[name] for graph in graphs if name in graph.tied), name)
+        stages = (
+            holding.owning_stages.get(first_name, ())
+            if isinstance(tensor, nn.Parameter)
+            else buffers.get(first_name, ())
+        )
+        if holding.shard_spec.is_sharded(first_name):
             axes = ",".join(f"{axis}={plan.degree(axis)}" for axis in plan.axes)
             parts[name] = f"under {axes} this worker (rank {rank}) holds a part of {name}"
-        elif holding.shards.keeps_only_shards and own in holding.shards.buffer_of:
+        elif holding.shards.keeps_only_shards and first_name in holding.shards.buffer_of:
             parts[name] = f"under shard=parameters this worker (rank {rank}) holds a part of {name}"
-        elif (own in trained or own in buffers) and stages and holding.stage not in stages:
-            verb = "trained" if own in trained else "written"
+        elif (first_name in trained or first_name in buffers) and stages and holding.stage not in stages:
+            verb = "trained" if first_name in trained else "written"
             elsewhere[name] = (
                 f"{name} is {verb} by stage {min(stages)}, and this worker (rank {rank}) is of stage {holding.stage}"
             )
-    aliases = {name for graph in graphs for name, own in graph.tied.items() if own in trained}
+    aliases = {name for graph in graphs for name, shared_name in graph.tied.items() if shared_name in trained}
     words = ",".join(plan.sync.to_words())
-    apart = f"under {words} each replica has weights of its own until it next agrees with the others"
-    apart = apart if plan.sync.is_replica_local else ""
+    reason = f"under {words} each replica has weights of its own until it next agrees with the others"
+    reason = reason if plan.sync.is_replica_local else ""
     concerned = {*parts, *elsewhere}
-    if apart or plan.sync.has_servers:
+    if reason or plan.sync.has_servers:
         concerned |= (trained | aliases) & named.keys()
     guards = {name: _guard_for(holding, name, graphs, name in parts) for name in concerned}
     trained = (trained | aliases) & named.keys()
-    return StaleTensors(prepared.model, elsewhere, parts, trained, apart, guards, prepared.losses)
+    return StaleTensors(prepared.model, elsewhere, parts, trained, reason, guards, prepared.losses)
 
 
 def _guard_for(holding: LocalModel, name: str, graphs: Sequence[Graph], is_part: bool) -> Guard:
     """Return the guard of a parameter or buffer, by any of its names."""
-    own = next((graph.tied[name] for graph in graphs if name in graph.tied), name)
+    first_name = next((graph.tied[name] for graph in graphs if name in graph.tied), name)
     spec, sync = holding.shard_spec, holding.prepared.plan.sync
     tensor = _named_tensors(holding.prepared.model, holding.prepared.losses)[name]
-    shape = torch.Size(spec.shapes.get(own, tensor.shape))
+    shape = torch.Size(spec.shapes.get(first_name, tensor.shape))
     why = f"under {','.join(sync.to_words())} a server has it" if sync.has_servers else ""
     guard = Guard(_script_name(name, holding.prepared), why, shape, is_served=sync.has_servers)
-    return replace(guard, **_part_of(holding, guard.name, own, tensor)) if is_part else guard
+    return replace(guard, **_part_of(holding, guard.name, first_name, tensor)) if is_part else guard
 
 
-def _part_of(holding: LocalModel, label: str, own: str, tensor: Tensor) -> dict[str, Any]:
+def _part_of(holding: LocalModel, label: str, first_name: str, tensor: Tensor) -> dict[str, Any]:
     """Return how a guard gets at the part of a tensor that a worker holds, as long as there is one."""
     to_holding, to_tensor = weakref.ref(holding), TensorWeakRef(tensor)
 
     def get_holding() -> LocalModel:
-        if (found := to_holding()) is None:
+        if (local_model := to_holding()) is None:
             raise StaleWeights(
                 f"{label} cannot be written: this process has a part of it, of a training that has ended; "
                 "model.load_state_dict(state, assign=True) replaces it by a whole one"
             )
-        return found
+        return local_model
 
     def find_local() -> Tensor | None:
         shards, value = get_holding().shards, to_tensor()
-        return None if value is None else shards.local_tensor(own, value)
+        return None if value is None else shards.local_tensor(first_name, value)
 
-    return {"local": find_local, "cut": lambda whole: get_holding().local_part(own, whole)}
+    return {"local": find_local, "cut": lambda full_tensor: get_holding().local_part(first_name, full_tensor)}
 
 
 def track_server_weights(prepared: CompiledTraining, rank: int) -> StaleTensors:
@@ -247,8 +251,8 @@ def _named_tensors(model: nn.Module, losses: Sequence[Any] = ()) -> dict[str, Te
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     for path, module in modules_of_losses(losses):
-        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        named |= {f"{path}.{key}": tensor for key, tensor in own}
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        named |= {f"{path}.{key}": tensor for key, tensor in tensors}
     return named
 
 
@@ -299,9 +303,9 @@ def _unwatch_modules(model: nn.Module) -> None:
 
 
 def _refuse_stale_call(module: nn.Module, _: Any) -> None:
-    if _OWN[0] or (found := _TABLE.get(module)) is None:
+    if _OWN[0] or (entry := _TABLE.get(module)) is None:
         return
-    stale, path = found
+    stale, path = entry
     if why := stale.why_stale(path):
         raise StaleWeights(
             f"{f'model.{path}' if path else 'model'}(...) would compute with weights that are not those of the "

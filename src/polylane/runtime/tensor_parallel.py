@@ -65,9 +65,9 @@ class TransportAxis:
             pieces: list[Tensor | None] = [tensor, tensor]
             swap = self.begin_exchange(pieces, [tensor.shape] * 2)
             return lambda: torch.add(*(part for part in swap() if part is not None))
-        own = tensor.clone(memory_format=torch.contiguous_format)  # the transport sums in place
-        pending = self._transport.all_reduce(own, sorted(self._ranks))
-        self._waits.bytes += own.nbytes
+        total = tensor.clone(memory_format=torch.contiguous_format)  # the transport sums in place
+        pending = self._transport.all_reduce(total, sorted(self._ranks))
+        self._waits.bytes += total.nbytes
         return self._timed(pending.wait)
 
     def _timed(self, wait: Callable[[], T]) -> Callable[[], T]:
@@ -79,9 +79,9 @@ class TransportAxis:
 
     def maximum(self, tensor: Tensor) -> Tensor:
         # By exchange, since the transport's all-reduce only sums.
-        for other in self.exchange([tensor] * self.degree, [tensor.shape] * self.degree):
-            assert other is not None
-            tensor = torch.maximum(tensor, other)
+        for peer_tensor in self.exchange([tensor] * self.degree, [tensor.shape] * self.degree):
+            assert peer_tensor is not None
+            tensor = torch.maximum(tensor, peer_tensor)
         return tensor
 
     def exchange(self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
@@ -90,12 +90,12 @@ class TransportAxis:
     def begin_exchange(
         self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]
     ) -> Callable[[], list[Tensor | None]]:
-        own = pieces[self.index]
-        assert own is not None
-        if isinstance(own, SampleList):
-            made = self._exchange_lists(pieces, shapes, own)
-            return lambda: made
-        dtype = own.dtype
+        own_piece = pieces[self.index]
+        assert own_piece is not None
+        if isinstance(own_piece, SampleList):
+            results = self._exchange_lists(pieces, shapes, own_piece)
+            return lambda: results
+        dtype = own_piece.dtype
         # Receives first: gloo moves a message only once its receive is posted.
         receives = [
             None if shape is None or i == self.index else self._transport.receive(tuple(shape), dtype, self._ranks[i])
@@ -117,20 +117,22 @@ class TransportAxis:
         return self._timed(finish)
 
     def _exchange_lists(
-        self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None], own: SampleList
+        self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None], own_piece: SampleList
     ) -> list[Tensor | None]:
         """Exchange lists of samples: their rows, then the entries as bytes, of which each rank first says how many."""
-        device, sent = own.device, dict[int, Tensor]()
+        device, sent = own_piece.device, dict[int, Tensor]()
         for piece in pieces:
             if isinstance(piece, SampleList) and id(piece) not in sent:
                 sent[id(piece)] = torch.frombuffer(bytearray(encode(piece.entries)), dtype=torch.uint8).to(device)
         plain = [None if piece is None else piece.as_subclass(Tensor) for piece in pieces]
         data = [None if piece is None else sent[id(piece)] for piece in pieces]
-        counts = [None if each is None else torch.tensor([each.numel()], device=device) for each in data]
+        counts = [None if content is None else torch.tensor([content.numel()], device=device) for content in data]
         rows = self.exchange(plain, shapes)
         sizes = self.exchange(counts, [None if shape is None else (1,) for shape in shapes])
-        found = self.exchange(data, [None if size is None else (int(size),) for size in sizes])
+        contents = self.exchange(data, [None if size is None else (int(size),) for size in sizes])
         return [
-            None if row is None or each is None else SampleList.of(decode(each.cpu().numpy().tobytes()), own.kind, row)
-            for row, each in zip(rows, found, strict=True)
+            None
+            if row is None or content is None
+            else SampleList.of(decode(content.cpu().numpy().tobytes()), own_piece.kind, row)
+            for row, content in zip(rows, contents, strict=True)
         ]

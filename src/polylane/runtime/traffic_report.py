@@ -33,24 +33,30 @@ def count_traffic(
     within = rank in hosts.values()  # whether a parameter server lives in this process
     # A server in this process answers other workers at any time, between steps as well: its channels are then counted
     # as a whole, not step by step.
-    others: dict[str, list[TransportCounters]] = {AGREEMENT: [] if within else list(rule.server_counters())}
+    other_counters: dict[str, list[TransportCounters]] = {AGREEMENT: [] if within else list(rule.server_counters())}
     for purpose, transport in connections.extra_groups.items():
-        others.setdefault(purpose, []).append(transport.counters)
-    held = {name: _trained_tensors(holding, each[rank], hosts) for name, each in programs.items()}
-    answers = {name: _server_answer_bytes(holding, each, hosts) if within else 0.0 for name, each in programs.items()}
+        other_counters.setdefault(purpose, []).append(transport.counters)
+    trained_tensors = {
+        name: _trained_tensors(holding, objective_programs[rank], hosts)
+        for name, objective_programs in programs.items()
+    }
+    answers = {
+        name: _server_answer_bytes(holding, objective_programs, hosts) if within else 0.0
+        for name, objective_programs in programs.items()
+    }
     plan = holding.prepared.plan
 
     # Counters stay plain numbers, independent of plans: what should be sent is passed in as a function.
     def theory(name: str, step: int, microbatches: int) -> float:
-        return agreement.compute_sync_bytes(plan.sync, held[name], step, microbatches, answers[name])
+        return agreement.compute_sync_bytes(plan.sync, trained_tensors[name], step, microbatches, answers[name])
 
     if not plan.sync.has_servers:
         # Steps before the first compressed one are no part of the cycle either.
         plain = plan.sync.compress.start if isinstance(plan.sync.compress, PowerSGDOptions) else 0
         cycle = max(plan.sync.warmup, plain), plan.sync.every
-        return ByteCounters(connections.transport.counters, others, theory, cycle=cycle)
+        return ByteCounters(connections.transport.counters, other_counters, theory, cycle=cycle)
     served, settle = rule.server_counters() if within else (), connections.transport.barrier
-    return ByteCounters(connections.transport.counters, others, theory, served, settle)
+    return ByteCounters(connections.transport.counters, other_counters, theory, served, settle)
 
 
 def _server_ranks(holding: LocalModel) -> dict[str, int]:
@@ -70,7 +76,7 @@ def _trained_tensors(holding: LocalModel, program: Program, hosts: Mapping[str, 
         program: program of the worker whose parameters are listed.
         hosts: by parameter, the rank whose process runs its server.
     """
-    parameters, replicas, found = holding.tensors.parameters(), set(program.replicas), list[TrainedTensor]()
+    parameters, replicas, tensors = holding.tensors.parameters(), set(program.replicas), list[TrainedTensor]()
     pieces = ShardSpec(holding.prepared, program.rank)
     for bucket in program.buckets:
         for name in bucket.parameters:
@@ -78,10 +84,12 @@ def _trained_tensors(holding: LocalModel, program: Program, hosts: Mapping[str, 
             # A tied or replicated parameter is sent by one of the ranks that have it. Bytes to a server in the sender's
             # own process do not leave it.
             leaves = hosts.get(name) != holding.world.rank and pieces.speaks_for(name)
-            alike = set(bucket.ranks) == replicas
+            only_replicas = set(bucket.ranks) == replicas
             item, ranks = parameters[name].itemsize, len(bucket.ranks)
-            found.append(TrainedTensor(shape, item, ranks, alike, leaves, _sparse_rows(holding, program, bucket)))
-    return found
+            tensors.append(
+                TrainedTensor(shape, item, ranks, only_replicas, leaves, _sparse_rows(holding, program, bucket))
+            )
+    return tensors
 
 
 def _sparse_rows(holding: LocalModel, program: Program, bucket: GradientBucket) -> int | None:
@@ -97,10 +105,10 @@ def _sparse_rows(holding: LocalModel, program: Program, bucket: GradientBucket) 
 def _server_answer_bytes(holding: LocalModel, programs: Sequence[Program], hosts: Mapping[str, int]) -> float:
     """Return the bytes of weights that servers in this process send to all other workers in a step."""
     rank, total = holding.world.rank, 0
-    mine = {name for name, host in hosts.items() if host == rank}
+    local_names = {name for name, host in hosts.items() if host == rank}
     for program in programs:
         if program.rank != rank:
             names = [name for bucket in program.buckets for name in bucket.parameters]
-            held = _trained_tensors(holding, program, hosts)
-            total += sum(each.nbytes for name, each in zip(names, held, strict=True) if name in mine)
+            tensors = _trained_tensors(holding, program, hosts)
+            total += sum(tensor.nbytes for name, tensor in zip(names, tensors, strict=True) if name in local_names)
     return total

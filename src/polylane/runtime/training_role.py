@@ -92,8 +92,8 @@ class TrainingRole:
         self._ahead = clock.measure_clock_offset(self._transport) if world.size > 1 else 0.0
         self._holding = LocalModel(prepared, world, self._connections, units, seed, same_weights)
         self._full_tensors = FullTensors(self._holding)
-        whole = {n: i.shape for p in prepared.partitions.values() for n, i in p.graph.parameters.items()}
-        self._hooks = GradientHooks(self._holding.tensors.parameters(), whole)
+        shapes = {n: i.shape for p in prepared.partitions.values() for n, i in p.graph.parameters.items()}
+        self._hooks = GradientHooks(self._holding.tensors.parameters(), shapes)
         self._trainers = trainers_of(self._holding, clip_norm)
         self._required = RequiredGradients(self._holding, self._trainers)
         self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, self._trainers)
@@ -139,35 +139,35 @@ class TrainingRole:
 
     @torch.enable_grad()
     def step(self, batch: Any, name: str, anomalies: AnomalyDetector | None) -> StepResult:
-        trainer, what = self._trainers[name], f"step {self._step + 1}"
-        own, digests, was_read = self._checks.take(batch, what, self._cache.sampled)
-        if own.shortest < self._prepared.min_samples.samples:
-            self._checks.refuse_short(own)
-        if own.is_collated:
-            self._checks.refuse_unequal_sizes(own)
+        trainer, label = self._trainers[name], f"step {self._step + 1}"
+        share, digests, was_read = self._checks.take(batch, label, self._cache.sampled)
+        if share.shortest < self._prepared.min_samples.samples:
+            self._checks.refuse_short(share)
+        if share.is_collated:
+            self._checks.refuse_unequal_sizes(share)
         progress, rule = self.world.progress, self._rule
         with progress.during(Phase.TRAINING), allow_own_calls(), rule.blame_local_server(), self._hooks.taken_off():
             draws = StepDraws(self._seed, self._step)
             self._required.agree()
             with progress.during(Phase.COMPILING):
                 self._is_last_step_local = self._rule.is_replica_local(name)
-                lane = self._cache.compiled_for(name, own, True, self._is_last_step_local, draws)
+                lane = self._cache.compiled_for(name, share, True, self._is_last_step_local, draws)
                 self._limit_in_flight(self._rule.max_steps_in_flight)
                 self._checks.add_script(digests, trainer, self._cache.settings_version)
-            for each in self._trainers.values():
-                each.set_mode(training=True)
+            for objective_trainer in self._trainers.values():
+                objective_trainer.set_mode(training=True)
             trainer.zero_grad()
             if lane.buffers:
                 self._holding.buffers.receive_updates(lane.buffers)
             lane.executor.anomalies = anomalies
             with self._traffic.count_step(name, lane.passes):
-                state = self._run(what, lane, own, self._step, lambda state: self._apply_update(name, lane, state))
+                state = self._run(label, lane, share, self._step, lambda state: self._apply_update(name, lane, state))
             if lane.buffers:
                 self._holding.buffers.mark_updated(lane.buffers)
             state.changes = self._required.follow_update()
-            compare = partial(self._checks.compare, what=what, was_read=was_read)
-            where = self._ahead, self._transport, self.world.device, self._rule.loss_ranks
-            result = gather_result(self._step, lane.programs, state, *where, digests, compare)
+            compare = partial(self._checks.compare, what=label, was_read=was_read)
+            context = self._ahead, self._transport, self.world.device, self._rule.loss_ranks
+            result = gather_result(self._step, lane.programs, state, *context, digests, compare)
             self._stale.record_step(self._rule.weights_differ)
         self._required.record_result(result)
         self._in_flight.append(result)
@@ -184,17 +184,17 @@ class TrainingRole:
             trainer.set_mode(training=False)
 
     def _run(
-        self, what: str, lane: BoundProgram, own: Batch, step: int, update: Callable[[StepState], None]
+        self, label: str, lane: BoundProgram, share: Batch, step: int, update: Callable[[StepState], None]
     ) -> StepState:
-        """Run a batch's program; ``what`` names the batch in errors."""
+        """Run a batch's program; ``label`` names the batch in errors."""
         try:
-            return lane.executor.run(own, step, self._seed, update)
+            return lane.executor.run(share, step, self._seed, update)
         except ActionFailed as failed:
-            raise blame_on_values(what, failed) from failed.cause
+            raise blame_on_values(label, failed) from failed.cause
 
-    def _limit_in_flight(self, most: int) -> None:
-        """Wait until fewer than ``most`` steps are in flight."""
-        while len(self._in_flight) >= most:
+    def _limit_in_flight(self, limit: int) -> None:
+        """Wait until fewer than ``limit`` steps are in flight."""
+        while len(self._in_flight) >= limit:
             self._in_flight.popleft().wait_complete()
 
     def complete_steps(self) -> None:
@@ -207,9 +207,9 @@ class TrainingRole:
         trainer = self._trainers[name]
         if not lane.executor.program.partition.graph.loss_is_mean:
             # Gradients were taken of total / samples; the mean is total / count, and the count is known only now.
-            own, everyone = replica_ranks(self.plan, self.world.rank), range(self.world.size)
-            together = own if lane.executor.is_replica_local else everyone
-            count = self._transport.all_reduce(state.sums(self.world.device), together).wait()[1]
+            local_ranks, everyone = replica_ranks(self.plan, self.world.rank), range(self.world.size)
+            ranks = local_ranks if lane.executor.is_replica_local else everyone
+            count = self._transport.all_reduce(state.sums(self.world.device), ranks).wait()[1]
             # On an accelerator nobody waits for the count: where it is 0, the gradients are left as they are.
             if self.world.device.type != "cpu":
                 trainer.scale_gradients(torch.where(count == 0, 1.0, state.samples_in_mean / count))
@@ -227,11 +227,11 @@ class TrainingRole:
     @allow_own_calls()
     def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
         self._pause_training()
-        own, digests, was_read = self._checks.take(batch, "evaluation", self._cache.sampled)
-        if own.is_collated:
-            self._checks.refuse_unequal_sizes(own)
+        share, digests, was_read = self._checks.take(batch, "evaluation", self._cache.sampled)
+        if share.is_collated:
+            self._checks.refuse_unequal_sizes(share)
         with self.world.progress.during(Phase.COMPILING):
-            lane = self._cache.compiled_for(name, own, training=False)
+            lane = self._cache.compiled_for(name, share, training=False)
         self._holding.buffers.receive_updates(lane.buffers)
         with (
             self.world.progress.during(Phase.EVALUATING),
@@ -239,7 +239,7 @@ class TrainingRole:
             self._rule.averaged_weights(),
             self._binding.restoring_python_state(lane.partition),
         ):
-            state = self._run("evaluation", lane, own, 0, lambda state: None)
+            state = self._run("evaluation", lane, share, 0, lambda state: None)
         vector = state.to_vector(digests, self.world.device)
         total, count, *read = self._transport.all_reduce(vector, range(self.world.size)).wait().tolist()
         self._checks.compare(read, "evaluation", was_read)
@@ -250,12 +250,12 @@ class TrainingRole:
 
     # ---- data and weights --------------------------------------------------------------------------------------------
 
-    def epoch(self, dataset: Any, batch_size: int, epoch: int, *, drop_last: bool, **how: Any) -> Iterator[Batch]:
+    def epoch(self, dataset: Any, batch_size: int, epoch: int, *, drop_last: bool, **options: Any) -> Iterator[Batch]:
         """Yield the batches of one epoch, with this worker's samples; see :meth:`polylane.runtime.job.Job.batches`."""
         # A tensor of the whole batch may name its samples by position: nobody collates one from a part of them.
-        whole = self._prepared.reads_whole_batches or self._cache.has_common_tensors
-        how |= {"shares": self.shares, "whole": whole, "trials": self._trials, "compared": self.world.size > 1}
-        return data.load_batches(dataset, batch_size, epoch=epoch, seed=self._seed, drop_last=drop_last, **how)
+        is_whole = self._prepared.reads_whole_batches or self._cache.has_common_tensors
+        options |= {"shares": self.shares, "whole": is_whole, "trials": self._trials, "compared": self.world.size > 1}
+        return data.load_batches(dataset, batch_size, epoch=epoch, seed=self._seed, drop_last=drop_last, **options)
 
     def shares(self, samples: int) -> tuple[SampleShare, ...]:
         """Return this worker's shares of a batch of ``samples`` samples."""
@@ -337,12 +337,12 @@ class TrainingRole:
         # Replicas that take steps of their own have gradients of their own.
         variant = f"@{self._state.replica}" if self._is_last_step_local else ""
         self._rule.load_summed_gradients(name)
-        found = self.collect_state()
+        state = self.collect_state()
         for parameter, part in optimized_parts(self._holding, self._trainers[name].local_parameters).items():
             gradient = part.parameter.grad
             if gradient is not None:
-                found.add(f"gradient/{parameter}{variant}", part.region, densify(gradient))
-        return found
+                state.add(f"gradient/{parameter}{variant}", part.region, densify(gradient))
+        return state
 
     @allow_own_calls()
     def restore_state(self, step: int, reader: CheckpointReader, plain: Mapping[str, Any]) -> None:
@@ -382,8 +382,8 @@ class TrainingRole:
 
     @property
     def counters(self) -> tuple[TransportCounters, ...]:
-        own = (self._connections.transport, *self._connections.extra_groups.values())
-        return (*(transport.counters for transport in own), *self._rule.server_counters())
+        transports = (self._connections.transport, *self._connections.extra_groups.values())
+        return (*(transport.counters for transport in transports), *self._rule.server_counters())
 
     def updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:
         return self._rule.server_updates()

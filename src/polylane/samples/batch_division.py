@@ -55,8 +55,8 @@ def loss_couples_samples(
     if derived.is_proven:
         difference = find_difference() if derived.unproven else None
         if difference is not None:
-            said = f"per_sample={'+'.join(per_sample)}"
-            raise PolylaneError(f"{said} does not hold: {difference}; {suggest_no_per_sample(microbatches)}")
+            option = f"per_sample={'+'.join(per_sample)}"
+            raise PolylaneError(f"{option} does not hold: {difference}; {suggest_no_per_sample(microbatches)}")
     else:
         _refuse_dividing(derived, microbatches, local_steps)
         _warn_of_own_python(derived)
@@ -138,15 +138,15 @@ def choose_whole_batches(spec: Spec | Plan, graphs: Iterable[Graph], microbatche
     """
     if microbatches == 1:
         return 1
-    told = next((told for graph in graphs if (told := _explain_whole_batch(graph, spec.per_sample)) is not None), None)
-    if told is None:
+    text = next((text for graph in graphs if (text := _explain_whole_batch(graph, spec.per_sample)) is not None), None)
+    if text is None:
         return microbatches
     if spec.replicas == TURNS and spec.data > 1:
         raise PolylaneError(
-            f"replicas={TURNS}: replicas compute microbatches in turn, and a batch must stay whole here: {told}; leave "
+            f"replicas={TURNS}: replicas compute microbatches in turn, and a batch must stay whole here: {text}; leave "
             "replicas out"
         )
-    warnings.warn(f"microbatches=1, and not {microbatches}, the plan's default: {told}", stacklevel=2)
+    warnings.warn(f"microbatches=1, and not {microbatches}, the plan's default: {text}", stacklevel=2)
     return 1
 
 
@@ -158,7 +158,7 @@ def _explain_whole_batch(graph: Graph, per_sample: Collection[str]) -> str | Non
         return explain_coupling(derived) + ("" if name is None else f"; {_suggest_per_sample(name)}")
     if derived.counters:
         return _describe_counter(*derived.counters[0])
-    state = next(((who, effect) for who, effect in effects_by_module(graph) if effect.kind == "state"), None)
+    state = next(((module, effect) for module, effect in effects_by_module(graph) if effect.kind == "state"), None)
     return (
         None if state is None else f"{state[0]} {state[1].describe} in every call, of which one device makes one a step"
     )
@@ -182,7 +182,7 @@ def refuse_coupled_samples(graph: Graph, microbatches: int, replicas: int, per_s
     _refuse_counters(derived, microbatches)
 
 
-def check_open_sizes(graph: Graph, per_sample: Collection[str], others: Sequence[Sequence[Any]]) -> None:
+def check_open_sizes(graph: Graph, per_sample: Collection[str], other_batches: Sequence[Sequence[Any]]) -> None:
     """Check that what is proven of a graph at the sizes from which it was captured is proven at all that it admits.
 
     Sizes are tried: those that have come, and some small and large ones.
@@ -190,17 +190,17 @@ def check_open_sizes(graph: Graph, per_sample: Collection[str], others: Sequence
     Args:
         graph: a graph with open sizes.
         per_sample: modules with the user's own Python that, as the user declares, treat samples independently.
-        others: flat leaves of batches of other sizes that have come.
+        other_batches: flat leaves of batches of other sizes that have come.
 
     Raises:
         NotOpened: how the parts of a batch make up its values depends on these sizes.
     """
     opened = graph.code.open
     assert opened is not None
-    came = [sizes for each in others if (sizes := opened.find(each)) is not None]
-    first = _summarize(derive_composition(graph, per_sample))
+    came = [sizes for batch in other_batches if (sizes := opened.find(batch)) is not None]
+    summary = _summarize(derive_composition(graph, per_sample))
     for sizes in sizes_to_try(opened, [opened.nominal, *came]):
-        if sizes != opened.nominal and _summarize(derive_composition(bind_sizes(graph, sizes), per_sample)) != first:
+        if sizes != opened.nominal and _summarize(derive_composition(bind_sizes(graph, sizes), per_sample)) != summary:
             raise NotOpened("how the samples make up the loss depends on these sizes")
 
 
@@ -231,11 +231,11 @@ def check_per_sample_names(graph: Graph, per_sample: Collection[str]) -> None:
     Raises:
         PolylaneError: a module runs none; the message lists those that do.
     """
-    own = sorted({node.module or "model" for node in graph.nodes if node.is_own_python})
+    modules = sorted({node.module or "model" for node in graph.nodes if node.is_own_python})
     for name in per_sample:
-        if not name or not any(name == "model" or is_inside(path, name) for path in own):
-            which = f"these do: {', '.join(own)}" if own else "nothing does: leave per_sample out"
-            raise PolylaneError(f"per_sample={name}: no module of that name is kept as your own Python; {which}")
+        if not name or not any(name == "model" or is_inside(path, name) for path in modules):
+            hint = f"these do: {', '.join(modules)}" if modules else "nothing does: leave per_sample out"
+            raise PolylaneError(f"per_sample={name}: no module of that name is kept as your own Python; {hint}")
 
 
 def explain_coupling(derived: Derivation) -> str:
@@ -244,34 +244,34 @@ def explain_coupling(derived: Derivation) -> str:
         assert derived.buffer is not None
         return describe_divided_buffer(*derived.buffer)
     node = derived.culprit
-    where = describe_place(node)
+    site = describe_place(node)
     if node.is_own_python:
         also = f" (it {derived.effects})" if derived.effects else ""
         shown = "and nothing shows that it treats each sample by itself"
         if not derived.is_declarable and not also:
             shown = "in whose backward pass the samples of a batch meet"
-        return f"{node.name} {where} runs your own Python{also}, {shown}"
+        return f"{node.name} {site} runs your own Python{also}, {shown}"
     if node.op == "check":
-        return f"{node.name} {where} raises for some batches, and nothing shows that it does so for their parts as well"
+        return f"{node.name} {site} raises for some batches, and nothing shows that it does so for their parts as well"
     if derived.explanation == "fixed":
-        return f"the model holds for one number of samples alone: {node.name} {where}"
+        return f"the model holds for one number of samples alone: {node.name} {site}"
     if derived.explanation == "writes in place":
-        return f"{node.name} {where} writes in place what others see, and nothing shows which samples it belongs to"
+        return f"{node.name} {site} writes in place what others see, and nothing shows which samples it belongs to"
     if derived.explanation == "no rule":
         operator = node.op.removeprefix("aten.").partition(".")[0]
-        return f"nothing shows that {node.name} {where} treats each sample by itself: there is no rule for {operator}"
+        return f"nothing shows that {node.name} {site} treats each sample by itself: there is no rule for {operator}"
     if derived.written:
         return (
-            f"{node.name} {where} moves the buffer {derived.written} by a mean over its batch, which differs from that "
+            f"{node.name} {site} moves the buffer {derived.written} by a mean over its batch, which differs from that "
             "of its parts"
         )
     if not node.shape:
         return (
-            f"the loss is not a mean over samples: {node.name} {where} does not add up over the parts of a batch, and "
+            f"the loss is not a mean over samples: {node.name} {site} does not add up over the parts of a batch, and "
             "what it counts does not follow from the inputs alone"
         )
     return (
-        f"the loss is not a mean over samples: {node.name} {where} makes each sample depend on the others of its batch"
+        f"the loss is not a mean over samples: {node.name} {site} makes each sample depend on the others of its batch"
     )
 
 

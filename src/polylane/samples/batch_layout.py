@@ -23,11 +23,11 @@ class BatchLayout(StrEnum):
     UNKNOWN = "other"
 
 
-def batch_layouts(graph: Graph, seen: Mapping[str, BatchLayout]) -> dict[str, BatchLayout]:
+def batch_layouts(graph: Graph, layouts: Mapping[str, BatchLayout]) -> dict[str, BatchLayout]:
     """Return the batch layout of every value of a graph by node name.
 
     A floating-point value that is equal for all parts but depends on the samples counts as a mean: it may be equal by
-    chance (a zero at the start), and the mean of equal values is the same value. Values missing in ``seen`` are
+    chance (a zero at the start), and the mean of equal values is the same value. Values missing in ``layouts`` are
     UNKNOWN.
     """
     moving, result = set[fx.Node](), dict[str, BatchLayout]()
@@ -39,29 +39,29 @@ def batch_layouts(graph: Graph, seen: Mapping[str, BatchLayout]) -> dict[str, Ba
             continue
         name, val = str(node.meta["name"]), node.meta.get("val")
         continuous = isinstance(val, Tensor) and (val.is_floating_point() or val.is_complex())
-        order = seen.get(name, BatchLayout.UNKNOWN)
+        order = layouts.get(name, BatchLayout.UNKNOWN)
         # Integers and booleans stay replicated: their mean is no value of their type.
         chance = order is BatchLayout.REPLICATED and node in moving and continuous
         result[name] = BatchLayout.MEAN if chance else order
     return result
 
 
-def explain_unknown(graph: Graph, seen: Mapping[str, BatchLayout], name: str) -> str:
+def explain_unknown(graph: Graph, layouts: Mapping[str, BatchLayout], name: str) -> str:
     """Explain why a value's layout is not known, as the end of a sentence; "" if it is known.
 
     The explanation names the first operator of unknown layout on the way to the value.
     """
-    if name in seen:
+    if name in layouts:
         return ""
     node = graph.nodes[graph.positions[name]]
-    while before := _unknown_inputs(graph, seen, node):
-        node = before[0]
+    while unknown_nodes := _unknown_inputs(graph, layouts, node):
+        node = unknown_nodes[0]
     return f": no rule says of {node.name}{format_line(node.source)} that it keeps them in order"
 
 
-def _unknown_inputs(graph: Graph, seen: Mapping[str, BatchLayout], node: Node) -> list[Node]:
-    before = [graph.nodes[graph.positions[name]] for name in node.inputs if name not in seen]
-    return [other for other in before if other.op != "size"]
+def _unknown_inputs(graph: Graph, layouts: Mapping[str, BatchLayout], node: Node) -> list[Node]:
+    inputs = [graph.nodes[graph.positions[name]] for name in node.inputs if name not in layouts]
+    return [input_node for input_node in inputs if input_node.op != "size"]
 
 
 def hash_crossing_layouts(partition: Partition, orders: Mapping[str, BatchLayout]) -> str:
@@ -72,8 +72,8 @@ def hash_crossing_layouts(partition: Partition, orders: Mapping[str, BatchLayout
 
 def describe_place(node: Node) -> str:
     """Return where a node is in the user's code, as a part of a sentence."""
-    outside = {"": "in the model", "loss": "in the loss"}
-    return f"{outside.get(node.module, f'in {node.module}')}{format_line(node.source)}"
+    phrases = {"": "in the model", "loss": "in the loss"}
+    return f"{phrases.get(node.module, f'in {node.module}')}{format_line(node.source)}"
 
 
 def describe_divided_buffer(name: str, writer: Node) -> str:

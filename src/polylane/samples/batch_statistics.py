@@ -45,15 +45,15 @@ class BatchStatistics:
     """
 
     def __init__(self, code: fx.Graph, names: Collection[str] | None = None) -> None:
-        wanted = [n for n in statistics_of(code) if names is None or n.meta["name"] in names]
-        self._code, needed = code, find_ancestors(wanted)
+        statistics = [n for n in statistics_of(code) if names is None or n.meta["name"] in names]
+        self._code, needed = code, find_ancestors(statistics)
         self._order = [node for node in code.nodes if node in needed]
         self.buffers = {n.meta["role"][1] for n in needed if n.op == "placeholder" and n.meta["role"][0] == "buffer"}
         # Level of a node: how many statistics are on the longest path to it, itself included.
         depth: dict[fx.Node, int] = {}
         for node in self._order:
-            before = max((depth[n] for n in node.all_input_nodes), default=0)
-            depth[node] = before + isinstance(node.target, WholeBatchStatistic)
+            input_depth = max((depth[n] for n in node.all_input_nodes), default=0)
+            depth[node] = input_depth + isinstance(node.target, WholeBatchStatistic)
         self._levels = [[n for n in self._order if depth[n] == level and isinstance(n.target, WholeBatchStatistic)]
                         for level in range(1, max(depth.values(), default=0) + 1)]  # fmt: skip
 
@@ -76,24 +76,28 @@ class BatchStatistics:
             tensors: buffers and constants of the graph by role.
             replicas: replicas that have the rest of the batch; None if there are none.
         """
-        found: dict[str, Any] = {}
+        statistics: dict[str, Any] = {}
         of_parts = []
         for part, inputs in zip(parts, leaves, strict=True):
             of_inputs: dict[Role, Any] = {("input", i): leaf for i, leaf in enumerate(inputs)}
-            whole = replace(part, whole=lambda key, own: found[key])
-            of_parts.append(_PartInterpreter(self._code, {**tensors, **of_inputs, ("part", 0): whole}, found))
+            sample_slice = replace(part, whole=lambda key, part_value: statistics[key])
+            of_parts.append(
+                _PartInterpreter(self._code, {**tensors, **of_inputs, ("part", 0): sample_slice}, statistics)
+            )
         for level in self._levels:
-            own = [one.values(self._order, [node.args[1] for node in level]) for one in of_parts]
+            part_values = [
+                interpreter.values(self._order, [node.args[1] for node in level]) for interpreter in of_parts
+            ]
             # What all parts have alike is copied: the passes of this step write the tensor itself.
-            alike = [_is_same(node) for node in level]
-            found |= {str(n.meta["name"]): own[0][i].clone() for i, n in enumerate(level) if alike[i]}
-            joined = [(i, node) for i, node in enumerate(level) if not alike[i]]
-            combined = [_combine_parts(node, [each[i] for each in own], parts) for i, node in joined]
+            same_flags = [_is_same(node) for node in level]
+            statistics |= {str(n.meta["name"]): part_values[0][i].clone() for i, n in enumerate(level) if same_flags[i]}
+            joined = [(i, node) for i, node in enumerate(level) if not same_flags[i]]
+            combined = [_combine_parts(node, [values[i] for values in part_values], parts) for i, node in joined]
             if replicas is not None and joined:
                 combined = _combine_replicas([node for _, node in joined], combined, replicas)
             for (i, node), value in zip(joined, combined, strict=True):
-                found[str(node.meta["name"])] = value.to(own[0][i].dtype)
-        return found
+                statistics[str(node.meta["name"])] = value.to(part_values[0][i].dtype)
+        return statistics
 
 
 class _PartInterpreter(GraphInterpreter):
@@ -102,20 +106,24 @@ class _PartInterpreter(GraphInterpreter):
     Args:
         code: FX graph of the model and loss, unsharded.
         values: value of every placeholder of the part by role.
-        found: statistics known so far by node name; the caller adds to it between levels.
+        statistics: statistics known so far by node name; the caller adds to it between levels.
     """
 
-    def __init__(self, code: fx.Graph, values: Mapping[Role, Any], found: dict[str, Any]) -> None:
+    def __init__(self, code: fx.Graph, values: Mapping[Role, Any], statistics: dict[str, Any]) -> None:
         super().__init__(code, lambda node: values[node.meta["role"]], keep_values=True)
-        self._found = found
+        self._found = statistics
 
-    def values(self, order: Sequence[fx.Node], wanted: Sequence[Any]) -> list[Tensor]:
+    def values(self, order: Sequence[fx.Node], nodes: Sequence[Any]) -> list[Tensor]:
         """Return the values of some nodes; run all nodes of ``order`` whose statistics are known by now."""
         for node in order:
             unknown = isinstance(node.target, WholeBatchStatistic) and node.meta["name"] not in self._found
-            if node not in self.env and not unknown and all(other in self.env for other in node.all_input_nodes):
+            if (
+                node not in self.env
+                and not unknown
+                and all(input_node in self.env for input_node in node.all_input_nodes)
+            ):
                 self.env[node] = self.run_node(node)
-        return [torch.as_tensor(self.env[node]) for node in wanted]
+        return [torch.as_tensor(self.env[node]) for node in nodes]
 
 
 def needs_batch_counts(code: fx.Graph) -> bool:
@@ -130,26 +138,26 @@ def _is_same(node: fx.Node) -> bool:
 _EXTREMES: dict[CombineParts, Callable[..., Tensor]] = {CombineParts.MAX: torch.amax, CombineParts.MIN: torch.amin}
 
 
-def _combine_parts(node: fx.Node, own: Sequence[Tensor], parts: Sequence[SampleSlice]) -> Tensor:
+def _combine_parts(node: fx.Node, part_values: Sequence[Tensor], parts: Sequence[SampleSlice]) -> Tensor:
     """Combine a statistic over the local parts in float64: a sum, a share of a mean, or an extreme."""
     combine = node.target.combine  # type: ignore[union-attr]
-    stacked = torch.stack([each.double() for each in own])
+    stacked = torch.stack([value.double() for value in part_values])
     if combine in _EXTREMES:
         return _EXTREMES[combine](stacked, 0)
     result = torch.zeros_like(stacked[0])
-    for part, each in zip(parts, stacked, strict=True):
+    for part, value in zip(parts, stacked, strict=True):
         if part.weight:
-            result += each * (part.samples / part.count_loss_samples) if combine is CombineParts.MEAN else each
+            result += value * (part.samples / part.count_loss_samples) if combine is CombineParts.MEAN else value
     return result
 
 
-def _combine_replicas(level: Sequence[fx.Node], own: Sequence[Tensor], replicas: CountingReplicas) -> list[Tensor]:
+def _combine_replicas(level: Sequence[fx.Node], values: Sequence[Tensor], replicas: CountingReplicas) -> list[Tensor]:
     """Combine statistics over all replicas, with one all-reduce."""
-    flat = torch.cat([each.flatten() for each in own])
+    flat = torch.cat([value.flatten() for value in values])
     # One row per replica, zero but for the own one: the sum is an all-gather, and extremes need no other
     # collective.
     places = flat.new_zeros(replicas.count, flat.numel())
     places[replicas.index] = flat
-    every = replicas.sum_over_replicas(places.flatten()).view_as(places).split([each.numel() for each in own], 1)
+    columns = replicas.sum_over_replicas(places.flatten()).view_as(places).split([value.numel() for value in values], 1)
     combines = [_EXTREMES.get(node.target.combine, torch.sum) for node in level]  # type: ignore[union-attr]
-    return [combine(each, 0).view_as(mine) for combine, each, mine in zip(combines, every, own, strict=True)]
+    return [combine(column, 0).view_as(value) for combine, column, value in zip(combines, columns, values, strict=True)]

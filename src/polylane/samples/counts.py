@@ -47,11 +47,11 @@ ALL = ("model",)
 _OF_CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 
 
-def capture_with_counts(model: nn.Module, loss: Loss, batch: Any, **how: Any) -> Graph:
+def capture_with_counts(model: nn.Module, loss: Loss, batch: Any, **options: Any) -> Graph:
     """Capture a graph as :func:`polylane.graph.capture.capture.capture` does, and normalize its loss by whole-batch
     counts.
     """
-    return count_whole_batch(capture(model, loss, batch, **how))
+    return count_whole_batch(capture(model, loss, batch, **options))
 
 
 def count_whole_batch(graph: Graph) -> Graph:
@@ -73,14 +73,14 @@ def _settle_buffers(graph: Graph) -> Graph:
     while derived.is_proven and (names := _buffers_moved(derived) - refused):
         draft = _CodeEditor.of(graph)
         ranges = [draft.settle_buffer(name) for name in sorted(names)]
-        made = draft.build_graph()
-        found = ((made.positions[first], made.positions[last]) for first, last in ranges)
-        made = replace(made, unsplittable_ranges=(*made.unsplittable_ranges, *found))
-        proven = derive_composition(made, ALL)
-        left = _buffers_moved(proven) | ({proven.buffer[0]} if proven.buffer else set())
-        if proven.is_proven and not left & names:
-            return made
-        refused |= left & names or names
+        candidate = draft.build_graph()
+        new_ranges = ((candidate.positions[begin], candidate.positions[end]) for begin, end in ranges)
+        candidate = replace(candidate, unsplittable_ranges=(*candidate.unsplittable_ranges, *new_ranges))
+        proven = derive_composition(candidate, ALL)
+        unsettled_names = _buffers_moved(proven) | ({proven.buffer[0]} if proven.buffer else set())
+        if proven.is_proven and not unsettled_names & names:
+            return candidate
+        refused |= unsettled_names & names or names
     return graph
 
 
@@ -101,9 +101,9 @@ def _normalize_loss(graph: Graph) -> Graph:
     if not derived.statistics and not derived.rescaled_operands:
         return split if len(split.nodes) > len(graph.nodes) else graph
     # The result is only used if it is proven by itself.
-    made = draft.build_with_statistics(derived)
-    proven = derive_composition(made, ALL)
-    return made if proven.is_proven and not proven.statistics and not proven.rescaled_operands else graph
+    candidate = draft.build_with_statistics(derived)
+    proven = derive_composition(candidate, ALL)
+    return candidate if proven.is_proven and not proven.statistics and not proven.rescaled_operands else graph
 
 
 def find_coupling(graph: Graph) -> Derivation:
@@ -146,7 +146,7 @@ class _CodeEditor:
 
     def split_means(self) -> None:
         """Rewrite every mean whose count follows from the inputs as a sum divided by that count."""
-        given, origins = nodes_from_inputs(self.code), find_masks(self.code)
+        input_nodes, origins = nodes_from_inputs(self.code), find_masks(self.code)
         for node in [n for n in self.code.nodes if base_name(n)]:
             base = base_name(node)
             val = node.meta.get("val")
@@ -154,13 +154,17 @@ class _CodeEditor:
                 continue  # the sum may overflow float16 where the mean does not
             arguments = bind_arguments(node)[1]
             if base in _OF_CLASSES:
-                self._split_class_loss(node, arguments, given)
+                self._split_class_loss(node, arguments, input_nodes)
             elif base == "mean" or (base in ELEMENTWISE and arguments["reduction"] == MEAN):
-                self._split_ragged(node, base, arguments, origins, given)
+                self._split_ragged(node, base, arguments, origins, input_nodes)
 
-    def _split_class_loss(self, node: fx.Node, arguments: dict[str, Any], given: set[fx.Node]) -> None:
+    def _split_class_loss(self, node: fx.Node, arguments: dict[str, Any], input_nodes: set[fx.Node]) -> None:
         scores, target, weight = arguments["self"], arguments["target"], arguments["weight"]
-        if arguments["reduction"] != MEAN or target not in given or (weight is not None and weight not in given):
+        if (
+            arguments["reduction"] != MEAN
+            or target not in input_nodes
+            or (weight is not None and weight not in input_nodes)
+        ):
             return
         if target.meta["val"].is_floating_point() or scores.meta["val"].dim() < 2:
             return
@@ -174,21 +178,26 @@ class _CodeEditor:
         self._divide_by_count(node, self.insert_before(node, aten.sum.default, counts))
 
     def _split_ragged(
-        self, node: fx.Node, base: str, arguments: dict[str, Any], origins: dict[Any, fx.Node], given: set[fx.Node]
+        self,
+        node: fx.Node,
+        base: str,
+        arguments: dict[str, Any],
+        origins: dict[Any, fx.Node],
+        input_nodes: set[fx.Node],
     ) -> None:
         """Rewrite a mean over rows that a mask selects."""
         symbols = {s for n in node.all_input_nodes for s in data_dependent_symbols(n.meta.get("val"))}
         if len(symbols) != 1 or node.meta["val"].dim():
             return
         mask = origins.get(next(iter(symbols)))
-        if mask is None or mask not in given:
+        if mask is None or mask not in input_nodes:
             return
-        each = self._losses_per_row(node, base, arguments)
-        if each is None:
+        losses_per_row = self._losses_per_row(node, base, arguments)
+        if losses_per_row is None:
             return
         counts = self.insert_before(node, aten.sum.default, mask)
-        if each > 1:
-            counts = self.insert_before(node, aten.mul.Scalar, counts, each)
+        if losses_per_row > 1:
+            counts = self.insert_before(node, aten.mul.Scalar, counts, losses_per_row)
         self._divide_by_count(node, counts)
 
     def _losses_per_row(self, node: fx.Node, base: str, arguments: dict[str, Any]) -> int | None:
@@ -198,11 +207,13 @@ class _CodeEditor:
         else:
             with node.meta["val"].fake_mode:
                 # The shape of the unreduced losses tells; the fake mode computes it without data.
-                whole = {**arguments, "reduction": NONE}
-                given = {k: v.meta["val"] if isinstance(v, fx.Node) else v for k, v in whole.items()}
+                unreduced_arguments = {**arguments, "reduction": NONE}
+                fake_arguments = {
+                    k: v.meta["val"] if isinstance(v, fx.Node) else v for k, v in unreduced_arguments.items()
+                }
                 try:
                     target: Any = unwrap_settings(node.target)
-                    sizes = [*target(**given).shape]
+                    sizes = [*target(**fake_arguments).shape]
                 except Exception:  # an operator without unreduced losses
                     return None
         ragged = [size for size in sizes if not isinstance(size, int)]
@@ -231,12 +242,12 @@ class _CodeEditor:
 
     def build_with_statistics(self, derived: Derivation) -> Graph:
         """Add all statistics and rescalings of a derivation, which refers to nodes of :meth:`build_graph`."""
-        done: dict[tuple[fx.Node, Any], fx.Node] = {}
+        statistic_nodes: dict[tuple[fx.Node, Any], fx.Node] = {}
         for statistic in derived.statistics:
             key = statistic.value, statistic.combine
-            if key not in done:
-                done[key] = self._insert_statistic(statistic)
-            statistic.user.replace_input_with(statistic.value, done[key])
+            if key not in statistic_nodes:
+                statistic_nodes[key] = self._insert_statistic(statistic)
+            statistic.user.replace_input_with(statistic.value, statistic_nodes[key])
         for rescale in derived.rescaled_operands:
             self._insert_rescale(rescale)
         return self.build_graph()
@@ -246,28 +257,28 @@ class _CodeEditor:
         if statistic.combine is None:
             size: Any = value.target
             with self.code.inserting_after(value):
-                whole = WholeSize(size.function, value.meta["val"], size.nominal)
-                made = self.code.call_function(whole, (self.slice_placeholder,))
-            self._label_node(made, value, value.meta["val"], open_value(value))
-            return made
+                whole_size = WholeSize(size.function, value.meta["val"], size.nominal)
+                new_node = self.code.call_function(whole_size, (self.slice_placeholder,))
+            self._label_node(new_node, value, value.meta["val"], open_value(value))
+            return new_node
         counted = WholeBatchStatistic(statistic.combine)
         with self.code.inserting_after(value):
-            made = self.code.call_function(counted, (self.slice_placeholder, value))
+            new_node = self.code.call_function(counted, (self.slice_placeholder, value))
         like = statistic.user if value.op == "placeholder" else value
-        self._label_node(made, like, value.meta["val"], open_value(value))
-        counted.key = made.meta["name"]
-        return made
+        self._label_node(new_node, like, value.meta["val"], open_value(value))
+        counted.key = new_node.meta["name"]
+        return new_node
 
     def _insert_rescale(self, rescale: RescaledOperand) -> None:
         value = rescale.value
         with self.code.inserting_before(rescale.user):
             share = self.code.call_function(BatchShare(rescale.power), (self.slice_placeholder,))
-            made = self.code.call_function(aten.mul.Scalar, (value, share))
+            product = self.code.call_function(aten.mul.Scalar, (value, share))
         self._label_node(share, value, 1.0)
         val = value.meta["val"]
         with val.fake_mode:
-            self._label_node(made, value, val * 1.0, open_value(value) * 1.0)
-        rescale.user.replace_input_with(value, made)
+            self._label_node(product, value, val * 1.0, open_value(value) * 1.0)
+        rescale.user.replace_input_with(value, product)
 
     # ---- buffers ----
 
@@ -278,45 +289,47 @@ class _CodeEditor:
             First and last node of what must stay on one stage.
         """
         buffer, touching = find_buffer_users(self.code, name)
-        first, last = touching[0], touching[-1]
+        first_user, last_user = touching[0], touching[-1]
         start = WholeBatchStatistic(CombineParts.SAME)
-        with self.code.inserting_before(first):
-            before = self.code.call_function(start, (self.slice_placeholder, buffer))
+        with self.code.inserting_before(first_user):
+            old_value = self.code.call_function(start, (self.slice_placeholder, buffer))
         val, opened = buffer.meta["val"], open_value(buffer)
-        self._label_node(before, first, val, opened)
-        start.key = before.meta["name"]
-        with self.code.inserting_before(first):
-            own = self.code.call_function(aten.clone.default, (before,))
-        self._label_node(own, first, val, opened)
-        buffer.replace_all_uses_with(own, delete_user_cb=lambda user: user is not before)
-        with self.code.inserting_after(last):
-            write = self.code.call_function(aten.copy_.default, (buffer, own))
-        self._label_node(write, last, val, opened)
-        return str(before.meta["name"]), str(write.meta["name"])
+        self._label_node(old_value, first_user, val, opened)
+        start.key = old_value.meta["name"]
+        with self.code.inserting_before(first_user):
+            working_copy = self.code.call_function(aten.clone.default, (old_value,))
+        self._label_node(working_copy, first_user, val, opened)
+        buffer.replace_all_uses_with(working_copy, delete_user_cb=lambda user: user is not old_value)
+        with self.code.inserting_after(last_user):
+            write = self.code.call_function(aten.copy_.default, (buffer, working_copy))
+        self._label_node(write, last_user, val, opened)
+        return str(old_value.meta["name"]), str(write.meta["name"])
 
     # ---- bookkeeping ----
 
     def insert_before(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
         """Insert an operator before a node, attributed to the same source line."""
         with self.code.inserting_before(node):
-            made = self.code.call_function(target, args)
+            new_node = self.code.call_function(target, args)
         mode = node.meta["val"].fake_mode
         with mode:
             val = target(*fx.map_arg(args, lambda n: n.meta["val"]))
             opened = target(*fx.map_arg(args, open_value)) if self.source.code.open is not None else val
-        self._label_node(made, node, val, opened)
-        return made
+        self._label_node(new_node, node, val, opened)
+        return new_node
 
-    def _label_node(self, made: fx.Node, like: fx.Node, val: Any, opened: Any = None) -> None:
+    def _label_node(self, new_node: fx.Node, like: fx.Node, val: Any, opened: Any = None) -> None:
         """Set a new operator's metadata and a unique name, after the module of another operator."""
-        made.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack", "module") if key in like.meta}
-        made.meta |= {"val": val, "op": op_name(made)}
+        new_node.meta = {
+            key: like.meta[key] for key in ("stack_trace", "nn_module_stack", "module") if key in like.meta
+        }
+        new_node.meta |= {"val": val, "op": op_name(new_node)}
         if self.source.code.open is not None and opened is not None:
-            made.meta["open"] = opened
-        base = name_without_number(made)
+            new_node.meta["open"] = opened
+        base = name_without_number(new_node)
         numbers = (base if n == 1 else f"{base}#{n}" for n in range(1, len(self.names) + 2))
-        made.meta["name"] = next(name for name in numbers if name not in self.names)
-        self.names.add(made.meta["name"])
+        new_node.meta["name"] = next(name for name in numbers if name not in self.names)
+        self.names.add(new_node.meta["name"])
 
     def build_graph(self) -> Graph:
         """Build a graph from the present state of the code."""
@@ -339,7 +352,7 @@ class _CodeEditor:
         return replace(
             source,
             nodes=tuple(nodes),
-            unsplittable_ranges=tuple((moved[first], moved[last]) for first, last in source.unsplittable_ranges),
+            unsplittable_ranges=tuple((moved[begin], moved[end]) for begin, end in source.unsplittable_ranges),
             code=replace(source.code, fx=self.code),
             outputs=tuple(str(node.meta["name"]) for node in results if node.op == "call_function"),  # type: ignore[union-attr]
         )
@@ -353,8 +366,8 @@ def open_value(node: fx.Node) -> Any:
 def _replace_argument(node: fx.Node, name: str, value: Any) -> None:
     target: Any = unwrap_settings(node.target)
     names = [a.name for a in target._schema.arguments]
-    place = names.index(name)
-    if place < len(node.args):
-        node.args = (*node.args[:place], value, *node.args[place + 1 :])
+    position = names.index(name)
+    if position < len(node.args):
+        node.args = (*node.args[:position], value, *node.args[position + 1 :])
     else:
         node.kwargs = {**node.kwargs, name: value}

@@ -105,14 +105,14 @@ def _build_derivation(walk: AbstractInterpreter) -> Derivation:
     output = walk.graph.code.fx.output_node()
     results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
     # A mean must be additive(1); total and count of polylane.Mean are sums, additive(0).
-    wanted = 1 if walk.graph.loss_is_mean else 0
+    expected_power = 1 if walk.graph.loss_is_mean else 0
     culprit: Node | None = None
     for result in results:
         power = power_of_additive(walk.states.get(walk.key_of(result)))
-        if power is None or (power != wanted and not walk.counting):
+        if power is None or (power != expected_power and not walk.counting):
             culprit = culprit or _find_first_unknown(walk, result)
-        elif power != wanted:
-            walk.rescaled[output, result] = RescaledOperand(output, result, wanted - power)
+        elif power != expected_power:
+            walk.rescaled[output, result] = RescaledOperand(output, result, expected_power - power)
     culprit = culprit or next(iter(walk.unproven_checks), None)
     buffer = next(iter(walk.buffers.items()), None)
     return Derivation(
@@ -132,20 +132,20 @@ def _build_derivation(walk: AbstractInterpreter) -> Derivation:
 
 def _has_no_rule(walk: AbstractInterpreter, node: Node) -> bool:
     """Return whether no rule says how an operator treats samples."""
-    fx_node = next(each for each in walk.graph.code.fx.nodes if each.name == node.id)
+    fx_node = next(candidate for candidate in walk.graph.code.fx.nodes if candidate.name == node.id)
     return not node.is_own_python and bool(base_name(fx_node)) and rule_of(str(fx_node.meta["op"])) is None
 
 
 def _find_written_buffer(walk: AbstractInterpreter, node: Node) -> str:
     """Return the name of a buffer of the model that a node writes; "" if it writes none."""
-    fx_node = next(each for each in walk.graph.code.fx.nodes if each.name == node.id)
-    roles = [walk.memory[each].meta.get("role", ("", "")) for each in written_arguments(fx_node)]
+    fx_node = next(candidate for candidate in walk.graph.code.fx.nodes if candidate.name == node.id)
+    roles = [walk.memory[argument].meta.get("role", ("", "")) for argument in written_arguments(fx_node)]
     return next((str(name) for kind, name in roles if kind == "buffer"), "")
 
 
 def _is_declarable(walk: AbstractInterpreter, node: Node) -> bool:
     """Return whether the user may be asked for a word on a node: nothing is known of its backward pass."""
-    fx_node = next(each for each in walk.graph.code.fx.nodes if each.name == node.id)
+    fx_node = next(candidate for candidate in walk.graph.code.fx.nodes if candidate.name == node.id)
     call = unwrap_settings(fx_node.target)
     effects = getattr(getattr(call, "own", call), "effects", ())
     return not any(effect.kind == "hook" for effect in effects) and not trace_joins_samples(fx_node)
@@ -153,7 +153,7 @@ def _is_declarable(walk: AbstractInterpreter, node: Node) -> bool:
 
 def _describe_effects(graph: Graph, node: Node) -> str:
     """Return what a node of the user's own Python does besides computing, for messages; "" for nothing."""
-    call = unwrap_settings(next(each.target for each in graph.code.fx.nodes if each.name == node.id))
+    call = unwrap_settings(next(candidate.target for candidate in graph.code.fx.nodes if candidate.name == node.id))
     return "; ".join(effect.describe for effect in getattr(getattr(call, "own", call), "effects", ()))
 
 

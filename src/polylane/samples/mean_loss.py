@@ -33,17 +33,17 @@ def splits_exactly(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[
         None if splitting is exact, or cannot be tried (on the meta device); else one sentence for the user that names
         the first node whose parts do not make up the whole.
     """
-    whole = ModelWithLoss(model, loss, lambda flat: flat)
-    if any(parameter.is_meta for parameter in whole.parameters()):
+    model_with_loss = ModelWithLoss(model, loss, lambda flat: flat)
+    if any(parameter.is_meta for parameter in model_with_loss.parameters()):
         return None
-    if _describe_difference(graph, make_runs(graph, whole, leaves)) is not None:
+    if _describe_difference(graph, make_runs(graph, model_with_loss, leaves)) is not None:
         # It may be rounding alone (the mean of normalized values, say): repeat with nudged runs to measure it.
-        unlike = _describe_difference(graph, make_runs(graph, whole, leaves, again=TRIES))
+        unlike = _describe_difference(graph, make_runs(graph, model_with_loss, leaves, again=TRIES))
         if unlike is not None:
             return unlike
     if not any(node.is_own_python for node in graph.nodes):
         return None
-    return describe_unequal_gradients(graph, make_runs(graph, whole, leaves, again=TRIES))
+    return describe_unequal_gradients(graph, make_runs(graph, model_with_loss, leaves, again=TRIES))
 
 
 def _describe_difference(graph: Graph, runs: list[SplitRun]) -> str | None:
@@ -52,8 +52,8 @@ def _describe_difference(graph: Graph, runs: list[SplitRun]) -> str | None:
     differing: list[Node] = []
 
     def look(node: Node, value: Any, parts: list[Any], floors: list[float]) -> None:
-        every = zip(tensors_of(value), floors, *map(tensors_of, parts), strict=False)
-        if not all(_parts_combine(whole, own, sizes, floor) for whole, floor, *own in every):
+        tensors = zip(tensors_of(value), floors, *map(tensors_of, parts), strict=False)
+        if not all(_parts_combine(tensor, part_tensors, sizes, floor) for tensor, floor, *part_tensors in tensors):
             differing.append(node)
 
     try:
@@ -63,8 +63,8 @@ def _describe_difference(graph: Graph, runs: list[SplitRun]) -> str | None:
     # Only the outputs decide; a node that differs on the way just names the place. A recomputable one (a mask, a
     # size) is seldom the cause.
     if not _outputs_combine(graph.loss_is_mean, outputs, sizes):
-        first = (differing or [graph.nodes[-1]])[0]
-        return _explain_not_a_mean(next((n for n in differing if not n.recomputable), first))
+        first_node = (differing or [graph.nodes[-1]])[0]
+        return _explain_not_a_mean(next((n for n in differing if not n.recomputable), first_node))
     for name, buffer in runs[0].tensors_by_role["buffer"].items():
         reach = rounding_floor(buffer, [run.tensors_by_role["buffer"][name] for run in runs[0].nudged_runs])
         if not all(equal_within(buffer, run.tensors_by_role["buffer"][name], reach) for run in runs[1:]):
@@ -103,15 +103,15 @@ def _same_elements(value: Tensor, parts: list[Tensor]) -> bool:
 
 
 def _explain_not_a_mean(node: Node) -> str:
-    where = describe_place(node)
+    site = describe_place(node)
     if not node.shape and not node.is_own_python:
         return (
-            f"the loss is not a mean over samples: {node.name} {where} does not add up over the parts of a batch "
+            f"the loss is not a mean over samples: {node.name} {site} does not add up over the parts of a batch "
             "as a mean or a polylane.Mean(total, count) does (an average over what does not count alike, a sum, a "
             "maximum)"
         )
-    own = ", or draws on state of its own (Python's random, a counter)" if node.op == "leaf" else ""
+    note = ", or draws on state of its own (Python's random, a counter)" if node.op == "leaf" else ""
     return (
-        f"the loss is not a mean over samples: {node.name} {where} makes each sample depend on the others "
-        f"of its batch{own}"
+        f"the loss is not a mean over samples: {node.name} {site} makes each sample depend on the others "
+        f"of its batch{note}"
     )

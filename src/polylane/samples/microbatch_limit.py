@@ -42,20 +42,20 @@ class MinSamples:
     replicas: int = 1
 
     def __str__(self) -> str:
-        each = f" in each of {self.replicas} replicas" if self.replicas > 1 else ""
+        scope = f" in each of {self.replicas} replicas" if self.replicas > 1 else ""
         count = self.samples // self.replicas
-        return f"{self.node} needs {count} samples at once in training{each}, for the variance of a channel's values"
+        return f"{self.node} needs {count} samples at once in training{scope}, for the variance of a channel's values"
 
     def for_local_replicas(self, replicas: int) -> MinSamples:
         """Return the least samples for replicas that each normalize over their own samples only."""
         return MinSamples(self.samples * replicas, self.node, replicas) if self.samples > 1 else self
 
-    def check(self, samples: int, what: str, remedy: str) -> None:
+    def check(self, samples: int, batch_name: str, remedy: str) -> None:
         """Check that a batch has enough samples.
 
         Args:
             samples: number of samples of the batch.
-            what: name of the batch, to begin a sentence with.
+            batch_name: name of the batch, to begin a sentence with.
             remedy: what the user can do, to end the sentence.
 
         Raises:
@@ -63,7 +63,7 @@ class MinSamples:
         """
         if samples < self.samples:
             too = ", on one device too" if self.replicas == 1 else ""
-            raise PolylaneError(f"{what} has {format_plural(samples, 'sample')}, but {self}{too}: {remedy}")
+            raise PolylaneError(f"{batch_name} has {format_plural(samples, 'sample')}, but {self}{too}: {remedy}")
 
 
 def min_samples(graphs: Iterable[Graph]) -> MinSamples:
@@ -80,8 +80,8 @@ def min_samples(graphs: Iterable[Graph]) -> MinSamples:
 def _min_samples_of_node(graph: Graph, node: fx.Node) -> MinSamples:
     target = unwrap_settings(node.target)
     # For the user's own Python the capture has observed it; other operators have no such attribute.
-    own = getattr(target, "own", target)
-    samples = _min_samples_of_norm(node) if target is batch_norm else int(getattr(own, "fewest", 1))
+    call = getattr(target, "own", target)
+    samples = _min_samples_of_norm(node) if target is batch_norm else int(getattr(call, "fewest", 1))
     if samples == 1:
         return MinSamples()
     name = str(node.meta["name"])
@@ -141,11 +141,11 @@ def min_samples_for(plan: Spec | Plan, graphs: Iterable[Graph]) -> MinSamples:
     return fewest.for_local_replicas(plan.data) if plan.sync.is_replica_local else fewest
 
 
-def limit_microbatches(asked: int, total: int, fewest: MinSamples, fewer: bool) -> int:
+def limit_microbatches(count: int, total: int, fewest: MinSamples, fewer: bool) -> int:
     """Return the number of microbatches such that each has the samples that the model needs.
 
     Args:
-        asked: requested number of microbatches.
+        count: requested number of microbatches.
         total: samples of a full batch.
         fewest: least samples that the model needs at once.
         fewer: whether fewer are allowed, since the number is a default.
@@ -154,10 +154,10 @@ def limit_microbatches(asked: int, total: int, fewest: MinSamples, fewer: bool) 
         PolylaneError: the batch is too small, or too small for the requested number.
     """
     fewest.check(total, "a batch", "take larger batches")
-    possible = count_parts(total, asked, fewest.samples)
-    if possible < asked and not fewer:
+    possible = count_parts(total, count, fewest.samples)
+    if possible < count and not fewer:
         raise PolylaneError(
-            f"microbatches={asked}: of a batch of {format_plural(total, 'sample')} some would have {total // asked}, "
+            f"microbatches={count}: of a batch of {format_plural(total, 'sample')} some would have {total // count}, "
             f"but {fewest}: use microbatches={possible}, or larger batches"
         )
     return possible

@@ -27,9 +27,9 @@ def find_buffer_users(code: fx.Graph, name: str) -> tuple[fx.Node, list[fx.Node]
     """
     groups = alias_groups(code)
     buffer = next(n for n in code.nodes if n.op == "placeholder" and n.meta["role"] == ("buffer", name))
-    members = {node for node, first in groups.items() if first is groups[buffer]}
-    seen = {user for member in members for user in member.users} | members
-    return buffer, [node for node in code.nodes if node in seen and node.op == "call_function"]
+    members = {node for node, root in groups.items() if root is groups[buffer]}
+    alias_users = {user for member in members for user in member.users} | members
+    return buffer, [node for node in code.nodes if node in alias_users and node.op == "call_function"]
 
 
 def find_settled_buffers(code: fx.Graph, memory: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
@@ -44,9 +44,9 @@ def find_settled_buffers(code: fx.Graph, memory: Mapping[fx.Node, fx.Node]) -> s
     """
     writers: dict[fx.Node, list[fx.Node]] = {}
     for node in code.nodes:
-        for each in written_arguments(node):
-            writers.setdefault(memory[each], []).append(node)
-    settled = {buffer for buffer, each in writers.items() if _is_settled(buffer, each)}
+        for argument in written_arguments(node):
+            writers.setdefault(memory[argument], []).append(node)
+    settled = {buffer for buffer, writes in writers.items() if _is_settled(buffer, writes)}
     while True:
         moved = {node for node in writers if node.op == "placeholder"} - settled
         sound = {buffer for buffer in settled if not _sources(writers[buffer][0], memory, writers) & moved}
@@ -59,13 +59,13 @@ def _is_settled(buffer: fx.Node, writers: Collection[fx.Node]) -> bool:
     if buffer.op != "placeholder" or len(writers) != 1:
         return False
     (write,) = writers
-    others = [user for user in buffer.users if user is not write]
+    other_users = [user for user in buffer.users if user is not write]
     return (
         str(write.target) == "aten.copy_.default"
         and write.args[0] is buffer
         and isinstance(write.args[1], fx.Node)
         and not write.users
-        and all(is_batch_start(user) for user in others)
+        and all(is_batch_start(user) for user in other_users)
     )
 
 
@@ -73,13 +73,13 @@ def _sources(
     write: fx.Node, memory: Mapping[fx.Node, fx.Node], writers: Mapping[fx.Node, Collection[fx.Node]]
 ) -> set[fx.Node]:
     """Return all nodes that a write's value depends on, those included that write the memory of any of them."""
-    found, pending = {write}, [write]
+    sources, pending = {write}, [write]
     while pending:
         node = pending.pop()
-        further = {*node.all_input_nodes, *writers.get(memory[node], ())} - found
-        found |= further
-        pending += further
-    return found
+        new_sources = {*node.all_input_nodes, *writers.get(memory[node], ())} - sources
+        sources |= new_sources
+        pending += new_sources
+    return sources
 
 
 def is_batch_start(node: fx.Node) -> bool:

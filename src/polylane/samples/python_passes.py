@@ -68,22 +68,28 @@ def promote_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def run_passes(call: PythonCall) -> PythonPasses:
     """Run a copy of the module forward and backward, so that neither its buffers nor its Python state are changed."""
-    given = promote_tensors(call.tensors)
-    wanted = {i: given[i].requires_grad_() for i in call.differentiable}
+    tensors = promote_tensors(call.tensors)
+    inputs = {i: tensors[i].requires_grad_() for i in call.differentiable}
     # What others compute is no leaf in the training either: it may be written in place.
-    passed = [t.clone() if i in wanted and i not in call.leaves else t for i, t in enumerate(given)]
-    with torch.set_grad_enabled(bool(wanted)), Promoted(), WithoutRandomness():
+    passed = [t.clone() if i in inputs and i not in call.leaves else t for i, t in enumerate(tensors)]
+    with torch.set_grad_enabled(bool(inputs)), Promoted(), WithoutRandomness():
         result = copy_python_call(call.target)(call.part, passed)
         outputs = [result] if isinstance(result, Tensor) else list(result)
-        every = (call.cotangents or {}).items()
-        roots = [(outputs[i], c.to(outputs[i].dtype)) for i, c in every if outputs[i].requires_grad]
-        found = compute_gradients([o for o, _ in roots], list(wanted.values()), [c for _, c in roots]) if roots else ()
-    kept = dict.fromkeys(wanted) | dict(zip(wanted, found, strict=False))
-    gradients = {i: torch.zeros_like(given[i]) if g is None else densify(g).detach() for i, g in kept.items()}
+        cotangents = (call.cotangents or {}).items()
+        roots = [(outputs[i], c.to(outputs[i].dtype)) for i, c in cotangents if outputs[i].requires_grad]
+        input_gradients = (
+            compute_gradients([o for o, _ in roots], list(inputs.values()), [c for _, c in roots]) if roots else ()
+        )
+    gradient_by_index = dict.fromkeys(inputs) | dict(zip(inputs, input_gradients, strict=False))
+    gradients = {
+        i: torch.zeros_like(tensors[i]) if g is None else densify(g).detach() for i, g in gradient_by_index.items()
+    }
     return PythonPasses([output.detach() for output in outputs], gradients)
 
 
-def find_unequal_gradient(call: PythonCall, whole: PythonPasses, made: Mapping[int, Tensor]) -> int | None:
+def find_unequal_gradient(
+    call: PythonCall, whole_passes: PythonPasses, part_gradients: Mapping[int, Tensor]
+) -> int | None:
     """Return the index of an argument whose gradient is not what the parts' gradients make up; None if all are.
 
     Rounding does not count: its size is measured on the whole batch, with inputs and weights that are moved by one unit
@@ -91,18 +97,18 @@ def find_unequal_gradient(call: PythonCall, whole: PythonPasses, made: Mapping[i
 
     Args:
         call: the call on the whole batch.
-        whole: what it has computed.
-        made: the gradients that the parts make up, by index of the argument.
+        whole_passes: what it has computed.
+        part_gradients: the gradients that the parts make up, by index of the argument.
     """
-    unequal = [i for i, gradient in made.items() if not equal_within(whole.gradients[i], gradient)]
+    unequal = [i for i, gradient in part_gradients.items() if not equal_within(whole_passes.gradients[i], gradient)]
     if not unequal:
         return None
-    sizes = [*whole.gradients.values(), *(call.cotangents or {}).values()]
-    most = max(map(max_magnitude, sizes), default=0.0) * TOLERANCE / MARGIN
-    again = [run_passes(_nudge_call(call, attempt)) for attempt in range(TRIES)]
+    sizes = [*whole_passes.gradients.values(), *(call.cotangents or {}).values()]
+    limit = max(map(max_magnitude, sizes), default=0.0) * TOLERANCE / MARGIN
+    nudged_passes = [run_passes(_nudge_call(call, attempt)) for attempt in range(TRIES)]
     for i in unequal:
-        floor = rounding_floor(whole.gradients[i], [each.gradients[i] for each in again])
-        if not equal_within(whole.gradients[i], made[i], min(floor, most)):
+        floor = rounding_floor(whole_passes.gradients[i], [passes.gradients[i] for passes in nudged_passes])
+        if not equal_within(whole_passes.gradients[i], part_gradients[i], min(floor, limit)):
             return i
     return None
 

@@ -71,7 +71,7 @@ def find_running_norms(code: fx.Graph, names: Collection[str]) -> tuple[list[Run
 
 
 def _describe_written(node: fx.Node) -> str:
-    names = [name for each in written_arguments(node) if (name := _buffer_name(each)) is not None]
+    names = [name for argument in written_arguments(node) if (name := _buffer_name(argument)) is not None]
     return f"the buffer {', '.join(names)}" if names else "what the model keeps"
 
 

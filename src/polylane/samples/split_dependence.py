@@ -28,11 +28,11 @@ def depends_on_split(code: Code) -> bool:
 def describe_split_dependence(graphs: Collection[Graph]) -> str:
     """Describe what depends on microbatches, as nouns, by the paths of the modules; empty where nothing does."""
     clauses = []
-    for kind, what in ((_normalizes, "the statistics"), (is_drawn_by_slice, "the random numbers")):
+    for kind, subject in ((_normalizes, "the statistics"), (is_drawn_by_slice, "the random numbers")):
         if modules := _find_modules(graphs, kind):
-            more = len(modules) - NAMED
-            places = ", ".join(modules[:NAMED]) + (f" and {more} more" if more > 0 else "")
-            clauses.append(f"{what} of a microbatch in {places}")
+            remaining = len(modules) - NAMED
+            places = ", ".join(modules[:NAMED]) + (f" and {remaining} more" if remaining > 0 else "")
+            clauses.append(f"{subject} of a microbatch in {places}")
     return " and ".join(clauses)
 
 

@@ -63,21 +63,21 @@ def describe_unequal_gradients(graph: Graph, runs: Sequence[SplitRun]) -> str | 
 
 
 def _describe_difference(graph: Graph, runs: Sequence[SplitRun]) -> str | None:
-    whole, *parts = runs
+    whole_run, *parts = runs
     counts: dict[str, Any] = {}  # statistics of the whole batch, which the parts need
-    expected, *nudged = [_run_passes(graph, run, run.part, counts, 1.0) for run in (whole, *whole.nudged_runs)]
-    shares = [run.part.samples / whole.part.samples if graph.loss_is_mean else 1.0 for run in parts]
+    expected, *nudged = [_run_passes(graph, run, run.part, counts, 1.0) for run in (whole_run, *whole_run.nudged_runs)]
+    shares = [run.part.samples / whole_run.part.samples if graph.loss_is_mean else 1.0 for run in parts]
 
     def work(i: int, sum_replicas: Callable[[Tensor], Tensor]) -> _Passes:
-        part = dataclasses.replace(parts[i].part, sum_replicas=sum_replicas, whole=lambda key, own: counts[key])
+        part = dataclasses.replace(parts[i].part, sum_replicas=sum_replicas, whole=lambda key, local_value: counts[key])
         return _run_passes(graph, parts[i], part, counts, shares[i])
 
-    made = run_as_replicas(len(parts), work)
-    most = max(map(max_magnitude, expected.parameters.values()), default=0.0) * TOLERANCE / MARGIN
+    part_passes = run_as_replicas(len(parts), work)
+    limit = max(map(max_magnitude, expected.parameters.values()), default=0.0) * TOLERANCE / MARGIN
     for name, gradient in expected.parameters.items():
-        floor = min(rounding_floor(gradient, [each.parameters[name] for each in nudged]), most)
-        if not equal_within(gradient, sum(each.parameters[name] for each in made), floor):
-            node = _find_joining_node(graph, expected, made)
+        floor = min(rounding_floor(gradient, [passes.parameters[name] for passes in nudged]), limit)
+        if not equal_within(gradient, sum(passes.parameters[name] for passes in part_passes), floor):
+            node = _find_joining_node(graph, expected, part_passes)
             return (
                 f"{node.name} {describe_place(node)} makes the gradient of each sample depend on the others of its "
                 f"batch (seen at {name})"
@@ -85,45 +85,46 @@ def _describe_difference(graph: Graph, runs: Sequence[SplitRun]) -> str | None:
     return None
 
 
-def _find_joining_node(graph: Graph, expected: _Passes, made: Sequence[_Passes]) -> Node:
+def _find_joining_node(graph: Graph, expected: _Passes, part_passes: Sequence[_Passes]) -> Node:
     """Return the first node of the backward pass whose inputs' gradients are not made up of the parts'."""
-    own = [node for node in graph.nodes if node.is_own_python]
-    for node in reversed(own):
+    python_nodes = [node for node in graph.nodes if node.is_own_python]
+    for node in reversed(python_nodes):
         keys = [key for key in expected.inputs if key[0] == node.id]
-        if any(key in each.inputs for each in made for key in keys) and not all(
-            _is_made_of(expected.inputs[key], [each.inputs[key] for each in made if key in each.inputs]) for key in keys
+        if any(key in passes.inputs for passes in part_passes for key in keys) and not all(
+            _is_made_of(expected.inputs[key], [passes.inputs[key] for passes in part_passes if key in passes.inputs])
+            for key in keys
         ):
             return node
-    return own[0]
+    return python_nodes[0]
 
 
-def _is_made_of(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+def _is_made_of(gradient: Tensor, parts: Sequence[Tensor]) -> bool:
     """Return whether a gradient is made of the parts': of their rows one after another, or of their sum."""
-    if all(part.shape == whole.shape for part in parts):
-        return equal_within(whole, sum(parts))
-    along = [d for d in range(whole.dim()) if sum(part.shape[d] for part in parts) == whole.shape[d]]
-    return any(equal_within(whole, torch.cat(list(parts), d)) for d in along)
+    if all(part.shape == gradient.shape for part in parts):
+        return equal_within(gradient, sum(parts))
+    along = [d for d in range(gradient.dim()) if sum(part.shape[d] for part in parts) == gradient.shape[d]]
+    return any(equal_within(gradient, torch.cat(list(parts), d)) for d in along)
 
 
 def _run_passes(graph: Graph, run: SplitRun, part: SampleSlice, counts: dict[str, Any], seed: float) -> _Passes:
     """Run forward and backward, without random numbers; the gradient of the loss begins as ``seed``."""
-    found, table = _Passes(), run.tensors_by_role["parameter"]
+    passes, table = _Passes(), run.tensors_by_role["parameter"]
     trained = {n: table[n].requires_grad_() for n, info in graph.parameters.items() if info.trainable and n in table}
     with torch.enable_grad(), Promoted(), WithoutRandomness():
-        interpreter = _GradientInterpreter(graph, run, part, counts, found)
+        interpreter = _GradientInterpreter(graph, run, part, counts, passes)
         loss = interpreter.run()[0]
         got = compute_gradients([loss], list(trained.values()), [torch.full_like(loss, seed)])
     for (name, parameter), gradient in zip(trained.items(), got, strict=True):
-        found.parameters[name] = torch.zeros_like(parameter) if gradient is None else densify(gradient)
-    return found
+        passes.parameters[name] = torch.zeros_like(parameter) if gradient is None else densify(gradient)
+    return passes
 
 
 class _GradientInterpreter(GraphInterpreter):
     """Interprets one run with autograd; the gradients of what the user's own Python is given are recorded."""
 
-    def __init__(self, graph: Graph, run: SplitRun, part: SampleSlice, counts: dict[str, Any], found: _Passes) -> None:
+    def __init__(self, graph: Graph, run: SplitRun, part: SampleSlice, counts: dict[str, Any], passes: _Passes) -> None:
         super().__init__(graph.code.fx, lambda node: placeholder_value(node, run.tensors_by_role, part))
-        self._counts, self._found = counts, found
+        self._counts, self._found = counts, passes
 
     def call_operator(self, node: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(node)

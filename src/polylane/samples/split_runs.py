@@ -59,11 +59,11 @@ class PartFails(Exception):
     """A node that runs on the whole batch fails on a part of it; the message is one sentence for the user."""
 
 
-def make_runs(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], again: int = 0) -> list[SplitRun]:
+def make_runs(graph: Graph, model_with_loss: ModelWithLoss, leaves: Sequence[Any], again: int = 0) -> list[SplitRun]:
     """Prepare the runs of an example batch: whole and two parts, each with its own copies of all tensors.
 
     Args:
-        graph, whole, leaves: captured graph, its model with loss, and flat inputs of a batch.
+        graph, model_with_loss, leaves: captured graph, its model with loss, and flat inputs of a batch.
         again: number of nudged runs of the whole, from which the rounding floor is measured.
     """
     count = min(max(sample_count(leaves), FEWEST), MOST)
@@ -73,7 +73,7 @@ def make_runs(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], again: 
 
     def run(start: int, stop: int) -> SplitRun:
         part = SampleSlice(stop - start, first=start, batch=count)
-        return SplitRun(part, _in_float64(whole, graph, take_samples(batch, start, stop)))
+        return SplitRun(part, _in_float64(model_with_loss, graph, take_samples(batch, start, stop)))
 
     runs = [run(start, stop) for start, stop in ((0, count), (0, at_sample), (at_sample, count))]
     for attempt in range(again):
@@ -84,16 +84,16 @@ def make_runs(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], again: 
     return runs
 
 
-def _in_float64(whole: ModelWithLoss, graph: Graph, leaves: Sequence[Any]) -> Tables:
+def _in_float64(model_with_loss: ModelWithLoss, graph: Graph, leaves: Sequence[Any]) -> Tables:
     """Return copies of all tensors in float64 for one run, so that its in-place writes stay its own."""
 
     def own(tensor: Tensor) -> Tensor:
         return tensor.detach().to(PROMOTED.get(tensor.dtype, tensor.dtype), copy=True)
 
-    table = dict(tensors_by_role(whole, graph.code.constants, leaves))
+    table = dict(tensors_by_role(model_with_loss, graph.code.constants, leaves))
     for kind in ("parameter", "buffer", "constant"):
-        first = {name: own(tensor) for name, tensor in table[kind].items()}
-        table[kind] = {name: first.get(graph.tied.get(name, name), tensor) for name, tensor in first.items()}
+        copies = {name: own(tensor) for name, tensor in table[kind].items()}
+        table[kind] = {name: copies.get(graph.tied.get(name, name), tensor) for name, tensor in copies.items()}
     table["input"] = [own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return table
 
@@ -110,8 +110,8 @@ def run_split(graph: Graph, runs: list[SplitRun], look: Look) -> list[list[Tenso
     """
     with torch.random.fork_rng(devices=[]), Promoted():
         results = _RunsInterpreter(graph, runs, look).run()
-    whole, *parts = zip(*results, strict=True)
-    return [list(whole), *(list(part) for part in parts[len(runs[0].nudged_runs) :])]
+    whole_outputs, *parts = zip(*results, strict=True)
+    return [list(whole_outputs), *(list(part) for part in parts[len(runs[0].nudged_runs) :])]
 
 
 class _RunsInterpreter(GraphInterpreter):
@@ -122,8 +122,8 @@ class _RunsInterpreter(GraphInterpreter):
 
     def __init__(self, graph: Graph, runs: Sequence[SplitRun], look: Look) -> None:
         super().__init__(graph.code.fx, self._values_of_placeholder)
-        whole, *parts = runs
-        self._runs, self._wholes = [whole, *whole.nudged_runs, *parts], 1 + len(whole.nudged_runs)
+        whole_run, *parts = runs
+        self._runs, self._wholes = [whole_run, *whole_run.nudged_runs, *parts], 1 + len(whole_run.nudged_runs)
         self._look, self._nodes = look, {node.id: node for node in graph.nodes}
 
     def _values_of_placeholder(self, node: fx.Node) -> list[Any]:
@@ -149,25 +149,25 @@ class _RunsInterpreter(GraphInterpreter):
         if self._wholes == 1:
             return [0.0] * len(tensors_of(wholes[0]))
         inputs = [tensor for used in node.all_input_nodes for tensor in tensors_of(self.env[used][0])]
-        most = max(map(max_magnitude, inputs), default=0.0) * TOLERANCE / MARGIN
-        every = zip(*map(tensors_of, wholes), strict=False)
-        return [min(rounding_floor(tensor, again), most) for tensor, *again in every]
+        limit = max(map(max_magnitude, inputs), default=0.0) * TOLERANCE / MARGIN
+        tensor_rows = zip(*map(tensors_of, wholes), strict=False)
+        return [min(rounding_floor(tensor, nudged_tensors), limit) for tensor, *nudged_tensors in tensor_rows]
 
-    def _of_parts(self, node: fx.Node, whole: Any, described: Node) -> list[Any]:
+    def _of_parts(self, node: fx.Node, whole_result: Any, described: Node) -> list[Any]:
         parts = range(self._wholes, len(self._runs))
         if isinstance(node.target, WholeBatchStatistic):  # computed over the whole batch before any part runs
-            return [whole for _ in parts]
+            return [whole_result for _ in parts]
         try:
             target: Any = unwrap_settings(node.target)
             if target is batch_norm:
                 return _run_batch_norms([self._arguments(node, run)[0] for run in parts])
             if isinstance(target, PythonOnSlice) and target.own.normalizes:
-                given = [self._arguments(node, run) for run in parts]
-                return _run_python_as_replicas(node, [self._runs[run].part for run in parts], given)
+                arguments = [self._arguments(node, run) for run in parts]
+                return _run_python_as_replicas(node, [self._runs[run].part for run in parts], arguments)
             return [self._call(node, run) for run in parts]
         except Exception as error:
-            where = f"{described.name} fails on a part of the batch{format_line(described.source)}"
-            raise PartFails(f"the samples cannot be split: {where}: {reason_of(error)}") from error
+            failure = f"{described.name} fails on a part of the batch{format_line(described.source)}"
+            raise PartFails(f"the samples cannot be split: {failure}: {reason_of(error)}") from error
 
     def _call(self, node: fx.Node, run: int) -> Any:
         args, kwargs = self._arguments(node, run)
@@ -187,13 +187,13 @@ def _run_batch_norms(arguments: Sequence[Sequence[Any]]) -> list[Any]:
     Args:
         arguments: arguments of each part's call, of which the first is the sample slice.
     """
-    given = [args[1:] for args in arguments]
-    xs, (weight, bias, mean, variance, *options) = [x for x, *_ in given], given[0][1:]
+    calls = [args[1:] for args in arguments]
+    xs, (weight, bias, mean, variance, *options) = [x for x, *_ in calls], calls[0][1:]
     outs = functional.batch_norm(torch.cat(xs), mean, variance, weight, bias, *options[:3])
-    for args in given:
-        for own, first in zip(args[3:5], given[0][3:5], strict=True):  # running mean and variance
-            if own is not None and own is not first:
-                own.copy_(first)
+    for args in calls:
+        for buffer, first_buffer in zip(args[3:5], calls[0][3:5], strict=True):  # running mean and variance
+            if buffer is not None and buffer is not first_buffer:
+                buffer.copy_(first_buffer)
     return list(torch.split(outs, [len(x) for x in xs]))
 
 
@@ -213,22 +213,22 @@ def _run_python_as_replicas(
     return run_as_replicas(len(parts), work)
 
 
-def run_as_replicas(count: int, work: Callable[[int, Callable[[Tensor], Tensor]], T]) -> list[T]:
+def run_as_replicas(count: int, function: Callable[[int, Callable[[Tensor], Tensor]], T]) -> list[T]:
     """Run a function once for every replica, each in a thread; return their results.
 
     Args:
         count: number of replicas that compute the batch.
-        work: function of a replica's number, and of what sums a tensor over all replicas, in place.
+        function: function of a replica's number, and of what sums a tensor over all replicas, in place.
     """
     # The two barriers of ``add`` make its all-reduce: all have given, all have read.
     barrier = threading.Barrier(count)
-    given: list[Tensor] = [torch.empty(0)] * count
+    addends: list[Tensor] = [torch.empty(0)] * count
 
     def sums(i: int) -> Callable[[Tensor], Tensor]:
         def add(tensor: Tensor) -> Tensor:
-            given[i] = tensor.detach().clone()
+            addends[i] = tensor.detach().clone()
             barrier.wait()
-            tensor.copy_(torch.stack(given).sum(0))
+            tensor.copy_(torch.stack(addends).sum(0))
             barrier.wait()
             return tensor
 
@@ -236,7 +236,7 @@ def run_as_replicas(count: int, work: Callable[[int, Callable[[Tensor], Tensor]]
 
     def guarded(i: int) -> Any:
         try:
-            return work(i, sums(i))
+            return function(i, sums(i))
         except threading.BrokenBarrierError:
             return None  # the other part raises the error
         except BaseException:

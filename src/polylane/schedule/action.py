@@ -63,5 +63,5 @@ class Action:
         Raises:
             ValueError, TypeError: this is no such row.
         """
-        kind, *others = row
-        return Action(ActionKind(kind), *others)
+        kind, *fields = row
+        return Action(ActionKind(kind), *fields)

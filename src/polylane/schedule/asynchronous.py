@@ -37,7 +37,7 @@ class AsynchronousRun:
 
     def staleness(self) -> tuple[int, ...]:
         """Return for each stage the most updates that its weights lack: a device alone would have made them before."""
-        return tuple(max(m // self.accumulated - used for m, used in enumerate(own)) for own in self.versions)
+        return tuple(max(m // self.accumulated - used for m, used in enumerate(versions)) for versions in self.versions)
 
     def peak_versions(self) -> tuple[int, ...]:
         """Return for each stage the most versions of its weights that are kept at once, the newest included."""
@@ -49,21 +49,21 @@ def _kept_versions(lane: Sequence[Action], versions: Sequence[int]) -> Iterator[
     # Also of microbatches that are still to come: with vertical sync they use weights that the stage has had for long.
     needed = Counter(versions)
     newest = 0
-    kept = {newest}
-    yield len(kept)
+    kept_versions = {newest}
+    yield len(kept_versions)
     for action in lane:
         assert action.microbatch is not None  # the builders below number all actions
-        before = newest
+        version = newest
         if action.kind is ActionKind.BACKWARD:
-            before = versions[action.microbatch]
-            needed[before] -= 1
+            version = versions[action.microbatch]
+            needed[version] -= 1
         elif action.kind is ActionKind.STEP:
             newest += 1
-            kept.add(newest)
+            kept_versions.add(newest)
         # The newest weights are what the next update starts from, whether a microbatch needs them or not.
-        if before != newest and not needed[before]:
-            kept.discard(before)
-        yield len(kept)
+        if version != newest and not needed[version]:
+            kept_versions.discard(version)
+        yield len(kept_versions)
 
 
 def pipedream(stages: int | StageGraph, microbatches: int, vertical_sync: bool = False) -> AsynchronousRun:
@@ -110,9 +110,9 @@ def pipedream_2bw(stages: int | StageGraph, microbatches: int, batches: int) -> 
     if not isinstance(batches, int) or batches < 1:
         raise ValueError(f"batches must be a whole number of at least 1, not {batches!r}")
     _check_accumulation(graph, microbatches)
-    whole = microbatches * batches
-    versions = (tuple(max(0, m // microbatches - 1) for m in range(whole)),) * graph.stages
-    return AsynchronousRun(_with_updates(one_forward_one_backward(graph, whole), microbatches), versions, microbatches)
+    total = microbatches * batches
+    versions = (tuple(max(0, m // microbatches - 1) for m in range(total)),) * graph.stages
+    return AsynchronousRun(_with_updates(one_forward_one_backward(graph, total), microbatches), versions, microbatches)
 
 
 def steady_step(stages: int | StageGraph, microbatches: int) -> Lanes:
@@ -134,9 +134,9 @@ def steady_step(stages: int | StageGraph, microbatches: int) -> Lanes:
     def actions(stage: int, behind: int) -> Iterator[Action]:
         for microbatch in range(microbatches):
             yield Action(ActionKind.FORWARD, stage, microbatch)
-            back, own = -((microbatch - behind) // microbatches), (microbatch - behind) % microbatches
-            yield Action(ActionKind.BACKWARD, stage, own, steps_back=back)
-            if own == microbatches - 1:
+            back, backward_microbatch = -((microbatch - behind) // microbatches), (microbatch - behind) % microbatches
+            yield Action(ActionKind.BACKWARD, stage, backward_microbatch, steps_back=back)
+            if backward_microbatch == microbatches - 1:
                 yield Action(ActionKind.STEP, stage, steps_back=back)
 
     return tuple(tuple(actions(stage, ahead - 1)) for stage, ahead in enumerate(graph.depth_to_end))
@@ -175,21 +175,21 @@ def weight_delays(
 
 def _check_accumulation(graph: StageGraph, microbatches: int) -> None:
     """Refuse fewer microbatches than PipeDream-2BW needs: an update would come after a forward that needs it."""
-    least = max(graph.depth_to_end) - 1
-    if microbatches < least:
+    limit = max(graph.depth_to_end) - 1
+    if microbatches < limit:
         raise ValueError(
-            f"pipedream-2bw needs at least {least} microbatches in a batch for {least + 1} stages, not {microbatches}"
+            f"pipedream-2bw needs at least {limit} microbatches in a batch for {limit + 1} stages, not {microbatches}"
         )
 
 
-def _with_updates(lanes: Lanes, every: int) -> Lanes:
-    """Put an update behind every backward that completes the gradient of ``every`` microbatches."""
+def _with_updates(lanes: Lanes, interval: int) -> Lanes:
+    """Put an update behind every backward that completes the gradient of ``interval`` microbatches."""
 
     def actions(lane: Sequence[Action]) -> Iterator[Action]:
         for action in lane:
             yield action
             assert action.microbatch is not None  # lanes of 1F1B hold passes of microbatches only
-            if action.kind is ActionKind.BACKWARD and (action.microbatch + 1) % every == 0:
+            if action.kind is ActionKind.BACKWARD and (action.microbatch + 1) % interval == 0:
                 yield Action(ActionKind.STEP, action.stage, action.microbatch)
 
     return tuple(tuple(actions(lane)) for lane in lanes)

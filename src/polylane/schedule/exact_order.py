@@ -58,9 +58,9 @@ def optimal_orders(
     )
     if solved.status != 0 or solved.x is None:
         return None
-    first, at_once = np.split(solved.x[problem.tasks + 1 :] > 0.5, [len(pairs)])
-    chosen = {pair for pair, yes in zip(pairs, first, strict=True) if yes}
-    chosen |= {(after, before) for before, after in pairs if (before, after) not in chosen}
+    pair_choices, at_once = np.split(solved.x[problem.tasks + 1 :] > 0.5, [len(pairs)])
+    chosen = {pair for pair, yes in zip(pairs, pair_choices, strict=True) if yes}
+    chosen |= {(later, earlier) for earlier, later in pairs if (earlier, later) not in chosen}
     left_out = {task + 1 for task, yes in zip(halved, at_once, strict=True) if yes}
     orders = [[task for task in order if task not in left_out] for order in _sort_orders(problem, fixed | chosen)]
     played = play_orders(problem, orders)
@@ -79,18 +79,18 @@ def _open_pairs(problem: ScheduleProblem, within: float) -> tuple[set[_Pair], li
     assert free is not None  # each stage by itself waits in no circle
     fixed, pairs, seconds = set[_Pair](), list[_Pair](), problem.least_seconds
     for worker in range(problem.count):
-        own = [t for t in range(problem.tasks) if problem.workers[problem.split_task(t)[0]] == worker]
-        for one, other in combinations(own, 2):
+        tasks = [t for t in range(problem.tasks) if problem.workers[problem.split_task(t)[0]] == worker]
+        for task, other_task in combinations(tasks, 2):
             # The second cannot start late enough for the first to come before it, and still end within the time.
-            latest = {t: within - free.tails[t] - seconds[t] for t in (one, other)}
-            after = free.heads[one] + seconds[one] > latest[other] * (1 + SLACK)
-            before = free.heads[other] + seconds[other] > latest[one] * (1 + SLACK)
-            if must_precede(problem, one, other) or (before and not after):
-                fixed.add((one, other))
-            elif must_precede(problem, other, one) or (after and not before):
-                fixed.add((other, one))
+            latest = {t: within - free.tails[t] - seconds[t] for t in (task, other_task)}
+            must_follow = free.heads[task] + seconds[task] > latest[other_task] * (1 + SLACK)
+            must_lead = free.heads[other_task] + seconds[other_task] > latest[task] * (1 + SLACK)
+            if must_precede(problem, task, other_task) or (must_lead and not must_follow):
+                fixed.add((task, other_task))
+            elif must_precede(problem, other_task, task) or (must_follow and not must_lead):
+                fixed.add((other_task, task))
             else:
-                pairs.append((one, other))
+                pairs.append((task, other_task))
     return fixed, pairs
 
 
@@ -103,11 +103,11 @@ def _stage_orders(problem: ScheduleProblem) -> list[list[int]]:
     ]
 
 
-def _sort_orders(problem: ScheduleProblem, before: set[_Pair]) -> Orders:
+def _sort_orders(problem: ScheduleProblem, ordered_pairs: set[_Pair]) -> Orders:
     """Return the orders in which each task comes behind all that are known to come before it."""
     behind = [0] * problem.tasks
-    for _, after in before:
-        behind[after] += 1
+    for _, later in ordered_pairs:
+        behind[later] += 1
     return [
         sorted(
             (t for t in range(problem.tasks) if problem.workers[problem.split_task(t)[0]] == worker),
@@ -150,66 +150,66 @@ class _Rows:
             self._add_end({problem.tasks: 1}, task)
             for reader, hop in problem.successors[task]:
                 self._add_end({reader: 1}, task, hop)
-        for one, other in fixed:
-            self._add_end({other: 1}, one)
-        for (one, other), column in self._column.items():
+        for earlier, later in fixed:
+            self._add_end({later: 1}, earlier)
+        for (earlier, later), column in self._column.items():
             # Whichever is false asks for no more than that both lie within the time.
-            self._add_end({other: 1, column: -within}, one, -within)
-            self._add_end({one: 1, column: within}, other)
+            self._add_end({later: 1, column: -within}, earlier, -within)
+            self._add_end({earlier: 1, column: within}, later)
         for task in halved:
             self._add_whole_rows(task, within)
         for worker, bound in enumerate(problem.memory):
-            for sums, least in self._memory_rows(worker, bound):
-                self._add(sums, least)
+            for sums, lower_bound in self._memory_rows(worker, bound):
+                self._add(sums, lower_bound)
 
-    def _add_end(self, sums: dict[int, float], task: int, more: float = 0) -> None:
+    def _add_end(self, sums: dict[int, float], task: int, offset: float = 0) -> None:
         """Ask that a sum be no less than the end of a task, and some seconds more."""
-        problem, first = self._problem, task - 1 if task % 3 == 2 else task
+        problem, first_half = self._problem, task - 1 if task % 3 == 2 else task
         sums = {**sums, task: -1}
-        if first in self._whole:
-            sums[self._whole[first]] = problem.seconds[task] - problem.whole_seconds[task]
-        self._add(sums, problem.seconds[task] + more)
+        if first_half in self._whole:
+            sums[self._whole[first_half]] = problem.seconds[task] - problem.whole_seconds[task]
+        self._add(sums, problem.seconds[task] + offset)
 
     def _add_whole_rows(self, task: int, within: float) -> None:
         """Of a whole pass: its second half is right behind it, and those of earlier microbatches are before it."""
-        problem, whole = self._problem, self._whole[task]
+        problem, whole_column = self._problem, self._whole[task]
         longer = problem.whole_seconds[task] - problem.seconds[task]
-        self._add({task: 1, task + 1: -1, whole: longer - within}, -problem.seconds[task] - within)
+        self._add({task: 1, task + 1: -1, whole_column: longer - within}, -problem.seconds[task] - within)
         stage, microbatch, _ = problem.split_task(task)
         for earlier in range(microbatch):
             second = problem.task(stage, earlier, 2)
             if (task, second) in self._fixed:
-                self._add({whole: -1}, 0)
+                self._add({whole_column: -1}, 0)
             elif (column := self._column.get((second, task))) is not None:
-                self._add({column: 1, whole: -1}, 0)
+                self._add({column: 1, whole_column: -1}, 0)
             elif (column := self._column.get((task, second))) is not None:
-                self._add({column: -1, whole: -1}, -1)
+                self._add({column: -1, whole_column: -1}, -1)
 
     def _memory_rows(self, worker: int, bound: float) -> Iterator[tuple[dict[int, float], float]]:
         """Yield for each forward of a worker: what came before it and itself hold no more than the bound."""
         problem = self._problem
-        own = [t for t in range(problem.tasks) if problem.workers[problem.split_task(t)[0]] == worker]
-        for task in own:
+        tasks = [t for t in range(problem.tasks) if problem.workers[problem.split_task(t)[0]] == worker]
+        for task in tasks:
             if problem.live_change[task] <= 0:
                 continue
             sums: dict[int, float] = {}
-            held = problem.live_change[task]
-            for other in own:
-                change = problem.live_change[other]
-                if other == task or not change:
+            held_bytes = problem.live_change[task]
+            for other_task in tasks:
+                change = problem.live_change[other_task]
+                if other_task == task or not change:
                     continue
-                if (other, task) in self._fixed:
-                    held += change
-                elif (column := self._column.get((other, task))) is not None:
+                if (other_task, task) in self._fixed:
+                    held_bytes += change
+                elif (column := self._column.get((other_task, task))) is not None:
                     sums[column] = sums.get(column, 0) - change
-                elif (column := self._column.get((task, other))) is not None:
+                elif (column := self._column.get((task, other_task))) is not None:
                     # Its column is 1 where the other one comes behind.
-                    held += change
+                    held_bytes += change
                     sums[column] = sums.get(column, 0) + change
-            yield sums, held - bound * (1 + SLACK)
+            yield sums, held_bytes - bound * (1 + SLACK)
 
-    def _add(self, sums: dict[int, float], least: float) -> None:
+    def _add(self, sums: dict[int, float], lower_bound: float) -> None:
         self.values += sums.values()
         self.columns += sums.keys()
         self.rows += [len(self.least)] * len(sums)
-        self.least.append(least)
+        self.least.append(lower_bound)

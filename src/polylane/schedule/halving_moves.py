@@ -33,7 +33,7 @@ class OrderMove:
 
 
 def halving_moves(
-    problem: ScheduleProblem, order: list[int], worker: int, places: Sequence[int], whole: frozenset[int]
+    problem: ScheduleProblem, order: list[int], worker: int, places: Sequence[int], whole_passes: frozenset[int]
 ) -> Iterator[OrderMove]:
     """Yield the moves that halve or join backward passes at some places of a worker's order.
 
@@ -42,23 +42,23 @@ def halving_moves(
         order: one worker's tasks, first to last.
         worker: the number of that worker, from 0.
         places: positions in the order at which passes may be changed.
-        whole: first halves that stand for whole passes.
+        whole_passes: first halves that stand for whole passes.
     """
-    seen = set[int]()
+    seen_passes = set[int]()
     for at in places:
         task, kind = order[at], order[at] % 3
-        if kind == 1 and task in whole:
-            yield from _halve(problem, order, worker, at, whole)
-        elif kind and task - kind not in seen:
-            seen.add(task - kind)
-            first = task - kind + 1
-            low = at if kind == 1 else order.index(first, 0, at)
-            high = at if kind == 2 else order.index(first + 1, at)
+        if kind == 1 and task in whole_passes:
+            yield from _halve(problem, order, worker, at, whole_passes)
+        elif kind and task - kind not in seen_passes:
+            seen_passes.add(task - kind)
+            first_half = task - kind + 1
+            low = at if kind == 1 else order.index(first_half, 0, at)
+            high = at if kind == 2 else order.index(first_half + 1, at)
             yield from _join(problem, order, worker, low, high)
 
 
 def _halve(
-    problem: ScheduleProblem, order: list[int], worker: int, at: int, whole: frozenset[int]
+    problem: ScheduleProblem, order: list[int], worker: int, at: int, whole_passes: frozenset[int]
 ) -> Iterator[OrderMove]:
     """Yield moves that halve a pass, with the second half at one of the next places."""
     task = order[at]
@@ -70,18 +70,20 @@ def _halve(
         if end < len(order):
             following = order[end]
             # Gradients of weights accumulate in ascending order of microbatch.
-            if problem.split_task(following)[0] == stage and (following in whole or following % 3 == 2):
+            if problem.split_task(following)[0] == stage and (following in whole_passes or following % 3 == 2):
                 return
 
 
 def _join(problem: ScheduleProblem, order: list[int], worker: int, low: int, high: int) -> Iterator[OrderMove]:
     """Yield moves that join the halves at two places: where the first is, and where the second is."""
     task, between = order[low], order[low + 1 : high]
-    same = [other % 3 for other in between if problem.split_task(other)[0] == problem.split_task(task)[0]]
+    kinds = [
+        inner_task % 3 for inner_task in between if problem.split_task(inner_task)[0] == problem.split_task(task)[0]
+    ]
     pairs, joined = [(task + 1, task)], frozenset({task})
-    if 2 not in same:  # else second halves of earlier microbatches would come behind this one's
+    if 2 not in kinds:  # else second halves of earlier microbatches would come behind this one's
         yield OrderMove(worker, low, high + 1, [task, *between], pairs, joined=joined)
-    if between and 1 not in same:  # else first halves of later microbatches would come before this one's
+    if between and 1 not in kinds:  # else first halves of later microbatches would come before this one's
         yield OrderMove(worker, low, high + 1, [*between, task], pairs, joined=joined)
 
 
@@ -102,9 +104,9 @@ def join_halves(problem: ScheduleProblem, orders: Orders, effort: int) -> Orders
     for task in halves[: max(1, effort // problem.tasks)]:
         worker = problem.workers[problem.split_task(task)[0]]
         changed = [_joined(problem, order, task) if at == worker else order for at, order in enumerate(current)]
-        after = play_orders(problem, changed)
-        if after is not None and after.makespan <= best * (1 + SLACK):
-            best, current = after.makespan, changed
+        candidate = play_orders(problem, changed)
+        if candidate is not None and candidate.makespan <= best * (1 + SLACK):
+            best, current = candidate.makespan, changed
     return current
 
 
@@ -114,5 +116,5 @@ def _joined(problem: ScheduleProblem, order: list[int], second: int) -> list[int
     earlier = {problem.task(stage, m, 2) for m in range(microbatch)}
     at = order.index(second - 1)
     pulled = [task for task in order[at:] if task in earlier]
-    rest = [task for task in order[at:] if task not in earlier and task != second]
-    return [*order[:at], *pulled, *rest]
+    remaining_tasks = [task for task in order[at:] if task not in earlier and task != second]
+    return [*order[:at], *pulled, *remaining_tasks]

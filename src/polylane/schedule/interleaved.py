@@ -54,8 +54,8 @@ def _rounds(ranks: int, chunks: int, microbatches: int) -> list[range]:
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
     count = max(1, microbatches // ranks)
-    least, larger = divmod(microbatches, count)
-    starts = [number * least + min(number, larger) for number in range(count + 1)]
+    size, larger = divmod(microbatches, count)
+    starts = [number * size + min(number, larger) for number in range(count + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
 
 
@@ -63,8 +63,8 @@ def _warm_up_forwards(rank: int, ranks: int, chunks: int, rounds: Sequence[range
     """Return the number of forwards before the first backward, if there are that many."""
     # Two for every rank after it: with chunks a microbatch needs that much longer to get there and back. Megatron-LM
     # has the same count.
-    after = ranks - rank - 1
-    return after if chunks == 1 else (chunks - 1) * len(rounds[0]) + 2 * after
+    ranks_behind = ranks - rank - 1
+    return ranks_behind if chunks == 1 else (chunks - 1) * len(rounds[0]) + 2 * ranks_behind
 
 
 def _lane(rank: int, ranks: int, chunks: int, rounds: Sequence[range]) -> tuple[Action, ...]:

@@ -42,7 +42,7 @@ def list_rules(problem: ScheduleProblem) -> Iterator[ListRule]:
     oldest: Urgency = lambda kind, m, stage: (kind == 2, m, -kind, -stage)  # noqa: E731
     limits = [tuple(max(1, math.ceil(depth * part)) for depth in depths) for part in (1, 1.25, 1.5, 2, 3)]
     limits.append((problem.microbatches,) * problem.graph.stages)
-    for ahead in dict.fromkeys(tuple(min(each, problem.microbatches) for each in limit) for limit in limits):
+    for ahead in dict.fromkeys(tuple(min(bound, problem.microbatches) for bound in limit) for limit in limits):
         for name, urgency in (("gradients", gradients), ("forwards", forwards), ("the oldest", oldest)):
             for patience in (0.0, 0.5) if problem.split else (0.0,):
                 yield ListRule(f"list scheduling, {name} first", urgency, ahead, patience)
@@ -76,8 +76,8 @@ class _ListScheduler:
         self._left = problem.tasks
         # Workers that wait for the first half of a backward pass on each stage.
         self._waiting = [
-            {w for p in ps if (w := problem.workers[p]) != own}
-            for ps, own in zip(problem.graph.predecessors, problem.workers, strict=True)
+            {w for p in ps if (w := problem.workers[p]) != worker}
+            for ps, worker in zip(problem.graph.predecessors, problem.workers, strict=True)
         ]
 
     def run(self) -> Orders | None:
@@ -86,7 +86,7 @@ class _ListScheduler:
         self._choices = choices = [(math.inf, -1)] * self._problem.count
         choices[:] = [self._choose(worker) for worker in range(self._problem.count)]
         while self._left:
-            worker = min(range(len(choices)), key=lambda each: choices[each][0])
+            worker = min(range(len(choices)), key=lambda index: choices[index][0])
             start, task = choices[worker]
             if task < 0:
                 return None
@@ -99,17 +99,17 @@ class _ListScheduler:
 
     def _choose(self, worker: int) -> tuple[float, int]:
         """Return the start and the number of the task that a worker runs next; an endless start where it has none."""
-        now = self._clock[worker]
-        ready = [(max(now, self._ready[task]), urgency, task) for urgency, task in self._candidates(worker)]
+        clock = self._clock[worker]
+        ready = [(max(clock, self._ready[task]), urgency, task) for urgency, task in self._candidates(worker)]
         if not ready:
             return math.inf, -1
         earliest = min(start for start, _, _ in ready)
-        chosen = min((each for each in ready if each[0] == earliest), key=lambda each: each[1])
+        chosen = min((choice for choice in ready if choice[0] == earliest), key=lambda choice: choice[1])
         # Rather than start a weight gradient, which can run at any time, wait a little for what others wait for.
         if self._problem.split and chosen[2] % 3 == 2 and self._rule.patience:
             until = earliest + self._rule.patience * self._problem.seconds[chosen[2]]
-            better = [each for each in ready if each[0] < until and each[2] % 3 != 2]
-            chosen = min(better, key=lambda each: each[:2], default=chosen)
+            better = [choice for choice in ready if choice[0] < until and choice[2] % 3 != 2]
+            chosen = min(better, key=lambda choice: choice[:2], default=chosen)
         return chosen[0], chosen[2]
 
     def _candidates(self, worker: int) -> Iterator[tuple[tuple[float, ...], int]]:
@@ -145,14 +145,14 @@ class _ListScheduler:
         problem = self._problem
         stage, microbatch, kind = problem.split_task(task)
         # The second half of a pass whose first half has not run: the whole pass.
-        whole = problem.is_mixed and kind == 2 and self._next[stage][1] == microbatch
-        if whole:
+        is_whole = problem.is_mixed and kind == 2 and self._next[stage][1] == microbatch
+        if is_whole:
             task, self._next[stage][1] = task - 1, microbatch + 1
-        end = start + (problem.whole_seconds if whole else problem.seconds)[task]
+        end = start + (problem.whole_seconds if is_whole else problem.seconds)[task]
         self._next[stage][kind] = microbatch + 1
-        self._left -= 1 + whole
+        self._left -= 1 + is_whole
         self._clock[worker] = end
-        self._alive[worker] += problem.live_change[task + whole]
+        self._alive[worker] += problem.live_change[task + is_whole]
         self._orders[worker].append(task)
         changed = {worker}
         for reader, hop in problem.successors[task]:

@@ -22,11 +22,11 @@ def peak_live(lanes: Iterable[Sequence[Action]], stage: int | None = None) -> tu
 
 
 def _peak(lane: Iterable[Action]) -> int:
-    alive = most = 0
+    alive = peak = 0
     for action in lane:
         if action.kind is ActionKind.FORWARD:
             alive += 1
-            most = max(most, alive)
+            peak = max(peak, alive)
         elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
             alive -= 1
-    return most
+    return peak

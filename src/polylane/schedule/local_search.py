@@ -36,7 +36,7 @@ def improve_orders(problem: ScheduleProblem, orders: Orders, steps: int) -> tupl
     current = [list(order) for order in orders]
     played = play_orders(problem, current)
     assert played is not None  # the caller has played them
-    best, found = played.makespan, [list(order) for order in current]
+    best, best_orders = played.makespan, [list(order) for order in current]
     forbidden: dict[tuple[int, int], int] = {}  # (task, task) that must not get into this order until that step
     since = 0
     for step in range(steps):
@@ -46,21 +46,21 @@ def improve_orders(problem: ScheduleProblem, orders: Orders, steps: int) -> tupl
         if move is None:
             break
         order = current[move.worker]
-        before, order[move.low : move.high] = order[move.low : move.high], move.tasks
+        old_tasks, order[move.low : move.high] = order[move.low : move.high], move.tasks
         for pair in move.pairs:
             forbidden[pair[::-1]] = step + TABU
-        after = play_orders(problem, current)
+        candidate = play_orders(problem, current)
         since += 1
-        if after is None:
+        if candidate is None:
             # They would wait for each other through another worker: taken back, and not tried again soon.
-            order[move.low : move.low + len(move.tasks)] = before
+            order[move.low : move.low + len(move.tasks)] = old_tasks
             for pair in move.pairs:
                 forbidden[pair] = step + 10 * TABU
             continue
-        played = after
+        played = candidate
         if played.makespan < best * (1 - SLACK):
-            best, found, since = played.makespan, [list(each) for each in current], 0
-    return best, found
+            best, best_orders, since = played.makespan, [list(order) for order in current], 0
+    return best, best_orders
 
 
 def _best_move(
@@ -74,10 +74,10 @@ def _best_move(
     """Return the move with the smallest estimate that is not forbidden, or that would be the best so far."""
     chosen: tuple[float, OrderMove] | None = None
     oldest: tuple[int, float, OrderMove] | None = None
-    whole = problem.whole_in(orders)
-    for move in _moves(problem, orders, played, whole):
+    whole_passes = problem.whole_in(orders)
+    for move in _moves(problem, orders, played, whole_passes):
         order = orders[move.worker]
-        if not _window_fits(problem, order, move, whole):
+        if not _window_fits(problem, order, move, whole_passes):
             continue
         estimate = _estimate(problem, order, played, move)
         until = max(forbidden.get(pair, -1) for pair in move.pairs)
@@ -94,64 +94,66 @@ def _best_move(
 
 
 def _moves(
-    problem: ScheduleProblem, orders: Orders, played: PlayedOrders, whole: frozenset[int]
+    problem: ScheduleProblem, orders: Orders, played: PlayedOrders, whole_passes: frozenset[int]
 ) -> Iterator[OrderMove]:
     """Yield moves of tasks within the blocks of a critical path, and passes of it to be halved or joined."""
-    place = {task: (worker, at) for worker, order in enumerate(orders) for at, task in enumerate(order)}
-    for worker, first, last in _critical_blocks(problem, orders, played, place):
+    positions = {task: (worker, at) for worker, order in enumerate(orders) for at, task in enumerate(order)}
+    for worker, start, end in _critical_blocks(problem, orders, played, positions):
         order = orders[worker]
-        for source, target in _shifts(first, last):
+        for source, target in _shifts(start, end):
             task = order[source]
             if target > source:
-                stays = any(must_precede(problem, task, other, whole) for other in order[source + 1 : target + 1])
+                stays = any(
+                    must_precede(problem, task, neighbour, whole_passes) for neighbour in order[source + 1 : target + 1]
+                )
             else:
-                stays = any(must_precede(problem, other, task, whole) for other in order[target:source])
+                stays = any(must_precede(problem, neighbour, task, whole_passes) for neighbour in order[target:source])
             if not stays:
                 yield _shift(order, worker, source, target)
         if problem.is_mixed:
-            yield from halving_moves(problem, order, worker, range(first, last + 1), whole)
+            yield from halving_moves(problem, order, worker, range(start, end + 1), whole_passes)
 
 
-def _shifts(first: int, last: int) -> Iterator[tuple[int, int]]:
+def _shifts(start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield (from, to) of moves to a block's ends and past their neighbours."""
-    if first == last:
+    if start == end:
         return
-    yield first, first + 1
-    if last - 1 > first:
-        yield last - 1, last
-    for at in range(first + 1, last):
-        yield at, first
-        yield at, last
-    if last - first > 1:
-        yield first, last
-        yield last, first
+    yield start, start + 1
+    if end - 1 > start:
+        yield end - 1, end
+    for at in range(start + 1, end):
+        yield at, start
+        yield at, end
+    if end - start > 1:
+        yield start, end
+        yield end, start
 
 
 def _shift(order: list[int], worker: int, source: int, target: int) -> OrderMove:
     task, low, high = order[source], min(source, target), max(source, target) + 1
     if target > source:
-        others = order[low + 1 : high]
-        return OrderMove(worker, low, high, [*others, task], [(other, task) for other in others])
-    others = order[low : high - 1]
-    return OrderMove(worker, low, high, [task, *others], [(task, other) for other in others])
+        neighbours = order[low + 1 : high]
+        return OrderMove(worker, low, high, [*neighbours, task], [(neighbour, task) for neighbour in neighbours])
+    neighbours = order[low : high - 1]
+    return OrderMove(worker, low, high, [task, *neighbours], [(task, neighbour) for neighbour in neighbours])
 
 
 def _critical_blocks(
-    problem: ScheduleProblem, orders: Orders, played: PlayedOrders, place: dict[int, tuple[int, int]]
+    problem: ScheduleProblem, orders: Orders, played: PlayedOrders, positions: dict[int, tuple[int, int]]
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (worker, first place, last place) of the blocks of one longest path, from its end to its start."""
     heads, seconds = played.heads, played.seconds
     slack = played.makespan * SLACK
-    task = max(place, key=lambda each: (heads[each] + seconds[each], -each))
-    worker, at = place[task]
-    last = at
+    task = max(positions, key=lambda candidate: (heads[candidate] + seconds[candidate], -candidate))
+    worker, at = positions[task]
+    end = at
     while True:
-        worker, at = place[task]
-        before = orders[worker][at - 1] if at else None
-        if before is not None and heads[before] + seconds[before] >= heads[task] - slack and heads[task] > slack:
-            task = before
+        worker, at = positions[task]
+        previous = orders[worker][at - 1] if at else None
+        if previous is not None and heads[previous] + seconds[previous] >= heads[task] - slack and heads[task] > slack:
+            task = previous
             continue
-        yield worker, at, last
+        yield worker, at, end
         # The block began when a value arrived.
         sources = [
             read for read, hop in problem.predecessors[task] if heads[read] + seconds[read] + hop >= heads[task] - slack
@@ -159,16 +161,16 @@ def _critical_blocks(
         if heads[task] <= slack or not sources:
             return
         task = sources[0]
-        last = place[task][1]
+        end = positions[task][1]
 
 
-def _window_fits(problem: ScheduleProblem, order: list[int], move: OrderMove, whole: frozenset[int]) -> bool:
+def _window_fits(problem: ScheduleProblem, order: list[int], move: OrderMove, whole_passes: frozenset[int]) -> bool:
     if not problem.memory:
         return True
-    changes, before = problem.live_change, order[: move.low]
-    alive = sum(changes[task] if task not in whole else changes[task + 1] for task in before)
-    inside = (whole | move.joined) - move.halved
-    return alive + peak_bytes(problem, move.tasks, inside) <= problem.bound_of(move.worker) * (1 + SLACK)
+    changes, earlier_tasks = problem.live_change, order[: move.low]
+    alive = sum(changes[task] if task not in whole_passes else changes[task + 1] for task in earlier_tasks)
+    window_passes = (whole_passes | move.joined) - move.halved
+    return alive + peak_bytes(problem, move.tasks, window_passes) <= problem.bound_of(move.worker) * (1 + SLACK)
 
 
 def _estimate(problem: ScheduleProblem, order: list[int], played: PlayedOrders, move: OrderMove) -> float:
@@ -187,10 +189,10 @@ def _estimate(problem: ScheduleProblem, order: list[int], played: PlayedOrders, 
         starts.append(clock)
         clock += seconds[task]
     behind = seconds[order[move.high]] + tails[order[move.high]] if move.high < len(order) else 0
-    most = 0.0
+    makespan = 0.0
     for task, start in zip(reversed(move.tasks), reversed(starts), strict=True):
         for reader, hop in problem.successors[task]:
             behind = max(behind, hop + seconds[reader] + tails[reader])
         behind += seconds[task]
-        most = max(most, start + behind)
-    return most
+        makespan = max(makespan, start + behind)
+    return makespan

@@ -31,13 +31,13 @@ class NoScheduleFits(ValueError):
 
     Attributes:
         worker: the worker whose bound is too low.
-        least: bytes that it needs at least.
+        minimum: bytes that it needs at least.
     """
 
-    def __init__(self, worker: int, bound: float, least: float) -> None:
-        self.worker, self.least = worker, least
+    def __init__(self, worker: int, bound: float, minimum: float) -> None:
+        self.worker, self.least = worker, minimum
         super().__init__(
-            f"no order of passes fits on worker {worker}: one microbatch takes {least:g} bytes of activations there, "
+            f"no order of passes fits on worker {worker}: one microbatch takes {minimum:g} bytes of activations there, "
             f"{bound:g} are allowed"
         )
 
@@ -96,12 +96,12 @@ class ScheduleProblem:
                 raise ValueError(f"{name} has {len(values)} figures for {self.graph.stages} stages")
             if not all(0 <= value < math.inf for value in values):
                 raise ValueError(f"{name} must be at least 0 for every stage, not {values}")
-        for stage, (whole, *halves) in enumerate(
+        for stage, (seconds, *halves) in enumerate(
             zip(self.whole, self.input_gradient, self.weight_gradient, strict=True)
         ):
-            if not halves[0] * (1 - SLACK) <= whole <= sum(halves) * (1 + SLACK):
+            if not halves[0] * (1 - SLACK) <= seconds <= sum(halves) * (1 + SLACK):
                 raise ValueError(
-                    f"the whole backward pass of stage {stage} takes {whole:g} seconds, its halves {halves[0]:g} and "
+                    f"the whole backward pass of stage {stage} takes {seconds:g} seconds, its halves {halves[0]:g} and "
                     f"{halves[1]:g}: it must take no longer than both, and no less than the first"
                 )
         if set(self.workers) != set(range(self.count)):
@@ -110,9 +110,9 @@ class ScheduleProblem:
             raise ValueError(f"memory has {len(self.memory)} bounds for {self.count} workers")
         for worker, bound in enumerate(self.memory):
             # Every forward of a microbatch comes before its first backward: all chunks of a worker are live at once.
-            least = sum(self.bytes_of(s) for s, owner in enumerate(self.workers) if owner == worker)
-            if least > bound * (1 + SLACK):
-                raise NoScheduleFits(worker, bound, least)
+            minimum = sum(self.bytes_of(s) for s, owner in enumerate(self.workers) if owner == worker)
+            if minimum > bound * (1 + SLACK):
+                raise NoScheduleFits(worker, bound, minimum)
 
     @cached_property
     def whole(self) -> tuple[float, ...]:
@@ -126,7 +126,7 @@ class ScheduleProblem:
         Where they do not, halves one behind the other are as good as the whole pass.
         """
         halves = map(sum, zip(self.input_gradient, self.weight_gradient, strict=True))
-        return self.split and any(one < both * (1 - SLACK) for one, both in zip(self.whole, halves, strict=True))
+        return self.split and any(time < total * (1 - SLACK) for time, total in zip(self.whole, halves, strict=True))
 
     @property
     def count(self) -> int:
@@ -187,55 +187,55 @@ class ScheduleProblem:
     @cached_property
     def least_seconds(self) -> list[float]:
         """Durations that no order can fall below: other stages wait for a first half, the worker for a whole pass."""
-        rest = tuple(max(0.0, both - first) for both, first in zip(self.whole, self.input_gradient, strict=True))
-        return self._each_microbatch(self.input_gradient, rest) if self.is_mixed else self.seconds
+        remainders = tuple(max(0.0, total - half) for total, half in zip(self.whole, self.input_gradient, strict=True))
+        return self._each_microbatch(self.input_gradient, remainders) if self.is_mixed else self.seconds
 
     def _each_microbatch(self, first_halves: Sequence[float], second_halves: Sequence[float]) -> list[float]:
-        found: list[float] = []
-        for forward, first, second, whole in zip(self.forward, first_halves, second_halves, self.whole, strict=True):
-            found += ([forward, first, second] if self.split else [forward, whole]) * self.microbatches
-        return found
+        seconds: list[float] = []
+        for forward, first, second, total in zip(self.forward, first_halves, second_halves, self.whole, strict=True):
+            seconds += ([forward, first, second] if self.split else [forward, total]) * self.microbatches
+        return seconds
 
     def seconds_in(self, orders: Sequence[Sequence[int]]) -> list[float]:
         """Return the duration of every task in some orders."""
         if not self.is_mixed:
             return self.seconds
-        found, halves = list(self.whole_seconds), self.seconds
+        durations, halves = list(self.whole_seconds), self.seconds
         for order in orders:
             for task in order:
                 if task % 3 == 2:
-                    found[task - 1], found[task] = halves[task - 1], halves[task]
-        return found
+                    durations[task - 1], durations[task] = halves[task - 1], halves[task]
+        return durations
 
     def whole_in(self, orders: Sequence[Sequence[int]]) -> frozenset[int]:
         """Return the first halves in some orders that stand for whole backward passes: their second is in none."""
         if not self.is_mixed:
             return frozenset()
-        there = {task for order in orders for task in order}
-        return frozenset(task for task in there if task % 3 == 1 and task + 1 not in there)
+        tasks = {task for order in orders for task in order}
+        return frozenset(task for task in tasks if task % 3 == 1 and task + 1 not in tasks)
 
     @cached_property
     def successors(self) -> list[list[tuple[int, float]]]:
         """For every task, those that read from it, with the seconds that its value takes to them."""
-        found: list[list[tuple[int, float]]] = [[] for _ in range(self.tasks)]
+        readers: list[list[tuple[int, float]]] = [[] for _ in range(self.tasks)]
         for stage in range(self.graph.stages):
             for m in range(self.microbatches):
                 for reader in self.graph.successors[stage]:
                     hop = self.hop_of(stage, reader)
-                    found[self.task(stage, m, 0)].append((self.task(reader, m, 0), hop))
-                    found[self.task(reader, m, 1)].append((self.task(stage, m, 1), hop))
+                    readers[self.task(stage, m, 0)].append((self.task(reader, m, 0), hop))
+                    readers[self.task(reader, m, 1)].append((self.task(stage, m, 1), hop))
                 for kind in range(len(self.kinds) - 1):
-                    found[self.task(stage, m, kind)].append((self.task(stage, m, kind + 1), 0))
-        return found
+                    readers[self.task(stage, m, kind)].append((self.task(stage, m, kind + 1), 0))
+        return readers
 
     @cached_property
     def predecessors(self) -> list[list[tuple[int, float]]]:
         """For every task, those that it reads from, with the seconds that their values take."""
-        found: list[list[tuple[int, float]]] = [[] for _ in range(self.tasks)]
+        producers: list[list[tuple[int, float]]] = [[] for _ in range(self.tasks)]
         for task, readers in enumerate(self.successors):
             for reader, hop in readers:
-                found[reader].append((task, hop))
-        return found
+                producers[reader].append((task, hop))
+        return producers
 
     @cached_property
     def live_change(self) -> list[float]:
@@ -243,26 +243,26 @@ class ScheduleProblem:
 
         Of backward passes in halves; a whole one lets go of what its second half would.
         """
-        last = len(self.kinds) - 1
-        found: list[float] = []
+        last_kind = len(self.kinds) - 1
+        changes: list[float] = []
         for stage in range(self.graph.stages):
             size = self.bytes_of(stage)
-            found += [size if kind == 0 else -size if kind == last else 0.0 for kind in range(last + 1)] * (
+            changes += [size if kind == 0 else -size if kind == last_kind else 0.0 for kind in range(last_kind + 1)] * (
                 self.microbatches
             )
-        return found
+        return changes
 
     @cached_property
     def lower_bound(self) -> float:
         """No order ends earlier: each worker's own work behind its first input, and the longest way of a microbatch."""
         chain, seconds = play_orders(self, [], self.least_seconds), self.least_seconds
         assert chain is not None  # without orders there is no circle
-        most = chain.makespan
+        bound = chain.makespan
         for worker in range(self.count):
-            own = [task for task in range(self.tasks) if self.workers[self.split_task(task)[0]] == worker]
-            work = sum(seconds[task] for task in own)
-            most = max(most, min(chain.heads[t] for t in own) + work + min(chain.tails[t] for t in own))
-        return most
+            tasks = [task for task in range(self.tasks) if self.workers[self.split_task(task)[0]] == worker]
+            load = sum(seconds[task] for task in tasks)
+            bound = max(bound, min(chain.heads[t] for t in tasks) + load + min(chain.tails[t] for t in tasks))
+        return bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,70 +296,70 @@ def play_orders(
     following = [-1] * problem.tasks
     missing = [len(read) for read in problem.predecessors]
     for order in orders:
-        for one, after in pairwise(order):
-            following[one] = after
-            missing[after] += 1
+        for previous, next_task in pairwise(order):
+            following[previous] = next_task
+            missing[next_task] += 1
     heads: list[float] = [0] * problem.tasks
     ready = [task for task, count in enumerate(missing) if not count]
-    done: list[int] = []
+    ordered_tasks: list[int] = []
     while ready:
         task = ready.pop()
-        done.append(task)
+        ordered_tasks.append(task)
         end = heads[task] + seconds[task]
-        after = following[task]
-        if after >= 0:
-            if heads[after] < end:
-                heads[after] = end
-            missing[after] -= 1
-            if not missing[after]:
-                ready.append(after)
+        next_task = following[task]
+        if next_task >= 0:
+            if heads[next_task] < end:
+                heads[next_task] = end
+            missing[next_task] -= 1
+            if not missing[next_task]:
+                ready.append(next_task)
         for reader, hop in successors[task]:
             if heads[reader] < end + hop:
                 heads[reader] = end + hop
             missing[reader] -= 1
             if not missing[reader]:
                 ready.append(reader)
-    if len(done) < problem.tasks:
+    if len(ordered_tasks) < problem.tasks:
         return None
     tails: list[float] = [0] * problem.tasks
-    for task in reversed(done):
-        after = following[task]
-        tail = seconds[after] + tails[after] if after >= 0 else 0
+    for task in reversed(ordered_tasks):
+        next_task = following[task]
+        tail = seconds[next_task] + tails[next_task] if next_task >= 0 else 0
         for reader, hop in successors[task]:
             tail = max(tail, hop + seconds[reader] + tails[reader])
         tails[task] = tail
-    return PlayedOrders(max(heads[task] + seconds[task] for task in done), heads, tails, seconds)
+    return PlayedOrders(max(heads[task] + seconds[task] for task in ordered_tasks), heads, tails, seconds)
 
 
-def must_precede(problem: ScheduleProblem, one: int, other: int, whole: Collection[int] = ()) -> bool:
+def must_precede(problem: ScheduleProblem, task: int, other_task: int, whole_passes: Collection[int] = ()) -> bool:
     """Return whether a task must come before another of its own stage: microbatches ascend, kinds follow each other.
 
     Args:
         problem: the tasks, which are numbered by stage, microbatch and kind.
-        one, other: numbers of two tasks, of any stages and workers.
-        whole: first halves that stand for whole backward passes, which come behind earlier microbatches' second halves.
+        task, other_task: numbers of two tasks, of any stages and workers.
+        whole_passes: first halves that stand for whole backward passes, behind earlier microbatches' second halves.
     """
-    stage, microbatch, kind = problem.split_task(one)
-    other_stage, other_microbatch, other_kind = problem.split_task(other)
+    stage, microbatch, kind = problem.split_task(task)
+    other_stage, other_microbatch, other_kind = problem.split_task(other_task)
     if stage != other_stage or microbatch > other_microbatch:
         return False
-    return kind <= (2 if other in whole else other_kind)
+    return kind <= (2 if other_task in whole_passes else other_kind)
 
 
-def peak_bytes(problem: ScheduleProblem, order: Sequence[int], whole: Collection[int] | None = None) -> float:
+def peak_bytes(problem: ScheduleProblem, order: Sequence[int], whole_passes: Collection[int] | None = None) -> float:
     """Return the most bytes of live activations that a worker holds with its tasks in this order.
 
     Args:
         problem: the tasks, and what they hold.
         order: the worker's tasks, or some that follow each other.
-        whole: first halves that stand for whole backward passes; None: those whose second half is not in the order.
+        whole_passes: first halves that stand for whole backward passes; None: those without a second half in the order.
     """
-    whole = problem.whole_in([order]) if whole is None else whole
-    alive = most = 0.0
+    whole_passes = problem.whole_in([order]) if whole_passes is None else whole_passes
+    alive = peak = 0.0
     for task in order:
-        alive += problem.live_change[task] if task not in whole else problem.live_change[task + 1]
-        most = max(most, alive)
-    return most
+        alive += problem.live_change[task] if task not in whole_passes else problem.live_change[task + 1]
+        peak = max(peak, alive)
+    return peak
 
 
 def fits_memory(problem: ScheduleProblem, orders: Sequence[Sequence[int]]) -> bool:
@@ -371,11 +371,11 @@ def fits_memory(problem: ScheduleProblem, orders: Sequence[Sequence[int]]) -> bo
 
 def orders_to_lanes(problem: ScheduleProblem, orders: Sequence[Sequence[int]]) -> Lanes:
     """Return the lanes of orders."""
-    whole = problem.whole_in(orders)
+    whole_passes = problem.whole_in(orders)
 
     def action(task: int) -> Action:
         stage, microbatch, kind = problem.split_task(task)
-        return Action(ActionKind.BACKWARD if task in whole else problem.kinds[kind], stage, microbatch)
+        return Action(ActionKind.BACKWARD if task in whole_passes else problem.kinds[kind], stage, microbatch)
 
     return tuple(tuple(map(action, order)) for order in orders)
 
@@ -386,11 +386,11 @@ def lanes_to_orders(problem: ScheduleProblem, lanes: Lanes) -> Orders:
     Where halves take no longer than the whole, a whole backward pass counts as its two halves. That is never slower:
     other stages get their gradients earlier.
     """
-    last = len(problem.kinds) - 1
+    last_kind = len(problem.kinds) - 1
     kinds = {
         ActionKind.FORWARD: (0,),
-        ActionKind.BACKWARD: (1,) if problem.is_mixed else tuple(range(1, last + 1)),
+        ActionKind.BACKWARD: (1,) if problem.is_mixed else tuple(range(1, last_kind + 1)),
         ActionKind.BACKWARD_INPUT: (1,),
-        ActionKind.BACKWARD_WEIGHT: (last,) if problem.split else (),
+        ActionKind.BACKWARD_WEIGHT: (last_kind,) if problem.split else (),
     }
     return [[problem.task(a.stage, a.microbatch or 0, kind) for a in lane for kind in kinds[a.kind]] for lane in lanes]

@@ -29,9 +29,9 @@ from polylane.schedule.synchronous import Lanes, warmed_up
 # hold, divided over the replicas (PipeDream's NOAM for the first stage): every stage has started at least one more than
 # any that it feeds, so that no two wait for each other.
 WARM_UPS: dict[str, Callable[[int, int, int], int]] = {
-    "naive": lambda ahead, replicas, own: 0,
-    "afab": lambda ahead, replicas, own: own,
-    "1f1b": lambda ahead, replicas, own: min(-(-ahead // replicas) - 1, own),
+    "naive": lambda ahead, replicas, microbatches: 0,
+    "afab": lambda ahead, replicas, microbatches: microbatches,
+    "1f1b": lambda ahead, replicas, microbatches: min(-(-ahead // replicas) - 1, microbatches),
 }
 
 
@@ -52,22 +52,22 @@ def replica_lanes(
         count = replicas[0]
         of_replica = [
             [
-                renumber(lane, first, count)
-                for lane in schedule_lanes(schedule, graph, len(range(first, microbatches, count)), workers)
+                renumber(lane, replica, count)
+                for lane in schedule_lanes(schedule, graph, len(range(replica, microbatches, count)), workers)
             ]
-            for first in range(count)
+            for replica in range(count)
         ]
         return tuple(zip(*of_replica, strict=True))
     ahead = count_workers_ahead(graph, replicas)
-    found = list[Lanes]()
+    groups = list[Lanes]()
     for stage, count in enumerate(replicas):
         lanes = list[tuple[Action, ...]]()
-        for first in range(count):
-            own = len(range(first, microbatches, count))
-            warm_up = [WARM_UPS[schedule](ahead[stage], count, own)] * graph.stages
-            lanes.append(renumber(warmed_up(graph, own, warm_up)[stage], first, count))
-        found.append(tuple(lanes))
-    return tuple(found)
+        for replica in range(count):
+            share = len(range(replica, microbatches, count))
+            warm_up = [WARM_UPS[schedule](ahead[stage], count, share)] * graph.stages
+            lanes.append(renumber(warmed_up(graph, share, warm_up)[stage], replica, count))
+        groups.append(tuple(lanes))
+    return tuple(groups)
 
 
 def renumber(lane: Sequence[Action], first: int, count: int) -> tuple[Action, ...]:
@@ -80,7 +80,7 @@ def renumber(lane: Sequence[Action], first: int, count: int) -> tuple[Action, ..
 
 def count_workers_ahead(graph: StageGraph, replicas: Sequence[int]) -> tuple[int, ...]:
     """Return for every stage the number of replicas on the path from it to the end that has most, its own included."""
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for stage in TopologicalSorter(dict(enumerate(graph.successors))).static_order():
-        found[stage] = replicas[stage] + max((found[other] for other in graph.successors[stage]), default=0)
-    return tuple(found[stage] for stage in range(graph.stages))
+        counts[stage] = replicas[stage] + max((counts[successor] for successor in graph.successors[stage]), default=0)
+    return tuple(counts[stage] for stage in range(graph.stages))

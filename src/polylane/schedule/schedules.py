@@ -113,12 +113,12 @@ def assign_stages(schedule: str, workers: int, chunks: int) -> tuple[int, ...]:
             several = ", ".join(DEFAULT_CHUNKS)
             raise ValueError(f"the schedule {schedule} has one stage on a worker, not {chunks} chunks: try {several}")
         return tuple(range(workers))
-    known = _CHUNKED[schedule]
-    if known.fixed and chunks != known.default:
-        raise ValueError(f"the schedule {schedule} has exactly {known.default} chunks on a worker, not {chunks}")
+    chunking = _CHUNKED[schedule]
+    if chunking.fixed and chunks != chunking.default:
+        raise ValueError(f"the schedule {schedule} has exactly {chunking.default} chunks on a worker, not {chunks}")
     if chunks < 1:
         raise ValueError(f"the schedule {schedule} has at least 1 chunk on a worker, not {chunks}")
-    return known.assign(workers, chunks)
+    return chunking.assign(workers, chunks)
 
 
 def schedule_lanes(
@@ -143,15 +143,15 @@ def schedule_lanes(
     graph = checked_stage_graph(stages, microbatches)
     workers = tuple(range(graph.stages)) if workers is None else tuple(workers)
     count = 1 + max(workers)
-    chunks, left = divmod(graph.stages, count)
-    if left or workers != assign_stages(schedule, count, chunks):
+    chunks, remainder = divmod(graph.stages, count)
+    if remainder or workers != assign_stages(schedule, count, chunks):
         raise ValueError(f"the schedule {schedule} needs other stages on its workers than {workers}")
     if schedule in ASYNCHRONOUS:
         return one_forward_one_backward(graph, microbatches * (1 + steps_in_flight(graph, microbatches)))
     if schedule not in _CHUNKED:
         return (SCHEDULES | _SPLIT)[schedule](graph, microbatches)
     # What a chain's order waits for is all that any graph with ascending edges can wait for.
-    if any(before >= stage for stage, others in enumerate(graph.predecessors) for before in others):
+    if any(producer >= stage for stage, producers in enumerate(graph.predecessors) for producer in producers):
         raise ValueError(f"the schedule {schedule} needs stages numbered so that each reads only earlier ones")
     return _CHUNKED[schedule].build(count, chunks, microbatches)
 

@@ -74,7 +74,7 @@ def find_schedule(problem: ScheduleProblem, *, exact: bool = True, effort: int =
         if best.makespan <= problem.lower_bound * (1 + SLACK):
             break
         makespan, orders = improve_orders(problem, start.orders, effort // (problem.tasks * count))
-        best = min(best, _played(problem, orders, makespan, start.origin), key=lambda each: each.rank)
+        best = min(best, _played(problem, orders, makespan, start.origin), key=lambda candidate: candidate.rank)
     optimal = best.makespan <= problem.lower_bound * (1 + SLACK)
     if exact and not optimal and (proven := optimal_orders(problem, best.makespan)) is not None:
         optimal = True
@@ -82,7 +82,7 @@ def find_schedule(problem: ScheduleProblem, *, exact: bool = True, effort: int =
             best = _played(problem, proven[1], proven[0], "integer program")
     if problem.is_mixed:
         joined = _candidate(problem, join_halves(problem, best.orders, effort), best.origin)
-        best = min(best, *([] if joined is None else [joined]), key=lambda each: each.rank)
+        best = min(best, *([] if joined is None else [joined]), key=lambda candidate: candidate.rank)
     peaks = tuple(peak_bytes(problem, order) for order in best.orders)
     return FoundSchedule(orders_to_lanes(problem, best.orders), best.makespan, peaks, best.origin, optimal)
 
@@ -113,8 +113,8 @@ class _Candidate:
 
 def _played(problem: ScheduleProblem, orders: Orders, makespan: float, origin: str) -> _Candidate:
     seconds = problem.seconds_in(orders)
-    work = sum(seconds[task] for order in orders for task in order) if problem.is_mixed else 0.0
-    return _Candidate(orders, makespan, work, sum(peak_bytes(problem, order) for order in orders), origin)
+    load = sum(seconds[task] for order in orders for task in order) if problem.is_mixed else 0.0
+    return _Candidate(orders, makespan, load, sum(peak_bytes(problem, order) for order in orders), origin)
 
 
 def _candidate(problem: ScheduleProblem, orders: Orders, origin: str) -> _Candidate | None:
@@ -126,41 +126,43 @@ def _candidate(problem: ScheduleProblem, orders: Orders, origin: str) -> _Candid
 
 def _starts(problem: ScheduleProblem, exact: bool, effort: int) -> list[_Candidate]:
     """Return the orders that fit into the memory, best first, of several that end together only one."""
-    found: dict[tuple[float, ...], _Candidate] = {}
+    candidates: dict[tuple[float, ...], _Candidate] = {}
 
     def play(origin: str, orders: Orders) -> None:
         if (candidate := _candidate(problem, orders, origin)) is not None:
-            found.setdefault(candidate.rank, candidate)
+            candidates.setdefault(candidate.rank, candidate)
 
     for origin, orders in _written_orders(problem):
         play(origin, orders)
     for origin, orders in islice(_listed_orders(problem), max(LEAST_RULES, effort // problem.tasks)):
-        if min(found)[0] <= problem.lower_bound * (1 + SLACK):
+        if min(candidates)[0] <= problem.lower_bound * (1 + SLACK):
             break  # no further rule can end earlier
         play(origin, orders)
-    return [found[rank] for rank in sorted(found)]
+    return [candidates[rank] for rank in sorted(candidates)]
 
 
 def _mixed_starts(problem: ScheduleProblem, exact: bool, effort: int) -> list[_Candidate]:
     """Return the best orders with all backward passes whole, with none, and what joining halves makes of others."""
     halves = replace(problem, backward=())
     lanes = [
-        (found.origin, found.lanes)
-        for each in (replace(problem, split=False), halves)
-        for found in [find_schedule(each, exact=exact, effort=effort)]
+        (schedule.origin, schedule.lanes)
+        for variant in (replace(problem, split=False), halves)
+        for schedule in [find_schedule(variant, exact=exact, effort=effort)]
     ]
-    lanes += [(each.origin, orders_to_lanes(halves, each.orders)) for each in _starts(halves, exact, effort)[:STARTS]]
-    orders = [(origin, lanes_to_orders(problem, own)) for origin, own in lanes]
+    lanes += [
+        (start.origin, orders_to_lanes(halves, start.orders)) for start in _starts(halves, exact, effort)[:STARTS]
+    ]
+    orders = [(origin, lanes_to_orders(problem, worker_lanes)) for origin, worker_lanes in lanes]
     orders += islice(_listed_orders(problem), max(LEAST_RULES, effort // problem.tasks))
-    found: dict[tuple[float, ...], _Candidate] = {}
-    for origin, own in orders:
-        if (candidate := _candidate(problem, own, origin)) is not None:
-            found.setdefault(candidate.rank, candidate)
-    for _, each in sorted(found.items())[:STARTS]:
-        joined = _candidate(problem, join_halves(problem, each.orders, effort // STARTS), each.origin)
+    candidates: dict[tuple[float, ...], _Candidate] = {}
+    for origin, worker_orders in orders:
+        if (candidate := _candidate(problem, worker_orders, origin)) is not None:
+            candidates.setdefault(candidate.rank, candidate)
+    for _, start in sorted(candidates.items())[:STARTS]:
+        joined = _candidate(problem, join_halves(problem, start.orders, effort // STARTS), start.origin)
         if joined is not None:
-            found.setdefault(joined.rank, joined)
-    return [found[rank] for rank in sorted(found)]
+            candidates.setdefault(joined.rank, joined)
+    return [candidates[rank] for rank in sorted(candidates)]
 
 
 def _written_orders(problem: ScheduleProblem) -> Iterator[tuple[str, Orders]]:
@@ -205,7 +207,7 @@ def _one_at_a_time(problem: ScheduleProblem) -> Orders:
     depths, kinds = problem.graph.depth_to_end, len(problem.kinds)
     orders: Orders = []
     for worker in range(problem.count):
-        there = sorted((s for s, w in enumerate(problem.workers) if w == worker), key=lambda s: -depths[s])
-        passes = [(s, 0) for s in there] + [(s, kind) for s in reversed(there) for kind in range(1, kinds)]
+        stages = sorted((s for s, w in enumerate(problem.workers) if w == worker), key=lambda s: -depths[s])
+        passes = [(s, 0) for s in stages] + [(s, kind) for s in reversed(stages) for kind in range(1, kinds)]
         orders.append([problem.task(s, m, kind) for m in range(problem.microbatches) for s, kind in passes])
     return orders

@@ -43,10 +43,10 @@ class StageGraph:
     predecessors: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        for stage, others in enumerate(self.predecessors):
-            for other in others:
-                if not 0 <= other < len(self.predecessors):
-                    raise ValueError(f"stage {stage} comes after stage {other}, which is not there")
+        for stage, producers in enumerate(self.predecessors):
+            for producer in producers:
+                if not 0 <= producer < len(self.predecessors):
+                    raise ValueError(f"stage {stage} comes after stage {producer}, which is not there")
         try:
             TopologicalSorter(dict(enumerate(self.predecessors))).prepare()
         except CycleError as error:
@@ -77,12 +77,12 @@ class StageGraph:
             ValueError: an edge from or to a stage that does not exist.
             CyclicStages: stages wait for each other.
         """
-        before: list[set[int]] = [set() for _ in range(stages)]
+        producer_sets: list[set[int]] = [set() for _ in range(stages)]
         for start, end in edges:
             if not (0 <= start < stages and 0 <= end < stages):
                 raise ValueError(f"no edge can go from stage {start} to {end}: stages are 0 to {stages - 1}")
-            before[end].add(start)
-        return cls(tuple(tuple(sorted(each)) for each in before))
+            producer_sets[end].add(start)
+        return cls(tuple(tuple(sorted(producers)) for producers in producer_sets))
 
     @classmethod
     def of_partition(cls, partition: Partition) -> StageGraph:
@@ -101,20 +101,20 @@ class StageGraph:
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
         """For every stage, those that read its values, ascending."""
-        found: list[list[int]] = [[] for _ in self.predecessors]
-        for stage, others in enumerate(self.predecessors):
-            for other in others:
-                found[other].append(stage)
-        return tuple(map(tuple, found))
+        consumers: list[list[int]] = [[] for _ in self.predecessors]
+        for stage, producers in enumerate(self.predecessors):
+            for producer in producers:
+                consumers[producer].append(stage)
+        return tuple(map(tuple, consumers))
 
     @cached_property
     def depth_to_end(self) -> tuple[int, ...]:
         """For every stage, the number of stages on the longest path from it to the end, itself included."""
-        found: dict[int, int] = {}
+        depths: dict[int, int] = {}
         # Every stage after those that read its values: in that order their depths are known.
         for stage in TopologicalSorter(dict(enumerate(self.successors))).static_order():
-            found[stage] = 1 + max((found[other] for other in self.successors[stage]), default=0)
-        return tuple(found[stage] for stage in range(self.stages))
+            depths[stage] = 1 + max((depths[successor] for successor in self.successors[stage]), default=0)
+        return tuple(depths[stage] for stage in range(self.stages))
 
 
 def as_stage_graph(stages: int | StageGraph) -> StageGraph:

@@ -84,7 +84,7 @@ def warmed_up(stages: int | StageGraph, microbatches: int, warm_up: Sequence[int
         ValueError: fewer than one stage or microbatch.
     """
     checked_stage_graph(stages, microbatches)
-    return tuple(_alternate(s, min(each, microbatches), microbatches) for s, each in enumerate(warm_up))
+    return tuple(_alternate(s, min(forwards, microbatches), microbatches) for s, forwards in enumerate(warm_up))
 
 
 def _alternate(stage: int, warm_up: int, microbatches: int) -> tuple[Action, ...]:

@@ -84,8 +84,8 @@ def _lane(stage: int, warm_up: int, lag: int, microbatches: int) -> tuple[Action
         # A weight half ends the life of its microbatch: from here on each makes room for the next forward.
         if m >= lag:
             lane.append(Action(ActionKind.BACKWARD_WEIGHT, stage, m - lag))
-    done = max(0, microbatches - lag)
-    lane += [Action(ActionKind.BACKWARD_WEIGHT, stage, m) for m in range(done, microbatches)]
+    start = max(0, microbatches - lag)
+    lane += [Action(ActionKind.BACKWARD_WEIGHT, stage, m) for m in range(start, microbatches)]
     return tuple(lane)
 
 
@@ -124,7 +124,7 @@ def _v_lane(worker: int, workers: int, microbatches: int) -> tuple[Action, ...]:
     forward, first_half, second_half = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
     # The pattern is that of at least 2k - 1 microbatches, the fewest that fill the V; those that are not there are left
     # out, which moves nothing before what it waits for.
-    whole = max(2 * workers - 1, microbatches)
+    pattern_length = max(2 * workers - 1, microbatches)
     numbers: Counter[tuple[ActionKind, int]] = Counter()
     lane: list[Action] = []
 
@@ -143,8 +143,8 @@ def _v_lane(worker: int, workers: int, microbatches: int) -> tuple[Action, ...]:
     for _ in range(workers - worker):
         add(up, forward, first_half, second_half)
     # The steady state: six passes, every worker shifted against the one before.
-    while numbers[forward, up] < whole:
-        if numbers[forward, down] < whole:
+    while numbers[forward, up] < pattern_length:
+        if numbers[forward, down] < pattern_length:
             add(down, forward)
         add(down, first_half, second_half)
         add(up, forward, first_half, second_half)
@@ -155,5 +155,5 @@ def _v_lane(worker: int, workers: int, microbatches: int) -> tuple[Action, ...]:
     for _ in range(workers - worker):
         add(down, first_half, second_half)
     for stage in (up, down):
-        add(stage, *[second_half] * (whole - numbers[second_half, stage]))
+        add(stage, *[second_half] * (pattern_length - numbers[second_half, stage]))
     return tuple(action for action in lane if action.microbatch is not None and action.microbatch < microbatches)

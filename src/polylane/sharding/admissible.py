@@ -60,24 +60,24 @@ def admissible_options(
         raise ValueError(f"{demands.purpose} is no purpose of an axis")
     # Only the data axis may give different samples to different ranks; the other axes must leave each rank all samples.
     dims = sample_dims(view) if demands.purpose != "data" else {}
-    steps, known = dict[str, tuple[Strategy, ...]](), dict[Hashable, tuple[Strategy, ...]]()
+    steps, cache = dict[str, tuple[Strategy, ...]](), dict[Hashable, tuple[Strategy, ...]]()
     composable = composable_operators()
     for step in view.operators:
         offered = options.strategies[step.name]
-        others = [split.strategies[step.name] for split in demands.other_axes.values()]
+        other_strategies = [split.strategies[step.name] for split in demands.other_axes.values()]
         # Operators of repeated blocks share one tuple of offered strategies, so that filtering is cached by its
         # identity; the splits of the other axes are compared by identity for the same reason.
         tensors = tuple(dims.get(key, frozenset()) for key in (*step.input_keys, *step.output_keys))
-        kind = (id(offered), step.call.base, tensors, tuple(map(id, others)))
-        if kind not in known:
-            together = step.call.base in composable
-            known[kind] = tuple(
+        kind = (id(offered), step.call.base, tensors, tuple(map(id, other_strategies)))
+        if kind not in cache:
+            is_composable = step.call.base in composable
+            cache[kind] = tuple(
                 s
                 for s in offered
                 if not _splits_samples(s, tensors, view.samples)
-                and not any(axes_collide(s, other, together) for other in others)
+                and not any(axes_collide(s, other_strategy, is_composable) for other_strategy in other_strategies)
             )
-        steps[step.name] = known[kind]
+        steps[step.name] = cache[kind]
     sources = {
         key: _source_placements(s, options.source_placements[key], degree, demands) for key, s in view.sources.items()
     }
@@ -89,26 +89,29 @@ def _splits_samples(strategy: Strategy, dims: Sequence[frozenset[int]], samples:
     return any(shards_samples(placement, grow, samples) for placement, grow in placements)
 
 
-def axes_collide(one: Strategy, other: Strategy, together: bool) -> bool:
+def axes_collide(strategy: Strategy, other_strategy: Strategy, together: bool) -> bool:
     """Return whether two axes cannot both split one operator with these strategies.
 
     Args:
-        one, other: strategies of the same operator, one for each axis.
+        strategy, other_strategy: strategies of the same operator, one for each axis.
         together: whether the operator's own communication works on the local call that another axis has made smaller.
     """
-    mine, theirs = (*one.inputs, *one.outputs), (*other.inputs, *other.outputs)
+    strategy_placements, other_placements = (
+        (*strategy.inputs, *strategy.outputs),
+        (*other_strategy.inputs, *other_strategy.outputs),
+    )
     # Each axis would need the other's shards to cut the same dimension a second time.
-    if any(shard_same_dim(a, b) for a, b in zip(mine, theirs, strict=True)):
+    if any(shard_same_dim(a, b) for a, b in zip(strategy_placements, other_placements, strict=True)):
         return True
     # Composable operators communicate correctly on a sharded call, provided that no rank skips the collective: a rank
     # with an empty shard does not run the call (see kernels/empty_shards.py).
-    if together and not any(map(has_empty_rank, (*mine, *theirs))):
+    if together and not any(map(has_empty_rank, (*strategy_placements, *other_placements))):
         return False
     # Otherwise an operator that communicates inside is not combined with another axis that changes the local call too:
     # its rule does not say that the two changes work together (composes=True).
-    talks = (one.sent or one.messages) or (other.sent or other.messages)
-    return bool(talks and one.local and other.local) and all(
-        any(isinstance(p, Shard) for p in placements) for placements in (mine, theirs)
+    talks = (strategy.sent or strategy.messages) or (other_strategy.sent or other_strategy.messages)
+    return bool(talks and strategy.local and other_strategy.local) and all(
+        any(isinstance(p, Shard) for p in placements) for placements in (strategy_placements, other_placements)
     )
 
 
@@ -123,19 +126,19 @@ def _source_placements(
         placements = tuple(p for p in placements if isinstance(p, Replicate))
     elif kind not in ("parameter", "buffer"):
         placements = (*placements, *_pinned_input_cuts(source, degree, demands))
-    others = [
+    other_placements = [
         split.source_placements[source.key]
         for split in demands.other_axes.values()
         if source.key in split.source_placements
     ]
-    return tuple(p for p in placements if not any(shard_same_dim(p, other) for other in others))
+    return tuple(p for p in placements if not any(shard_same_dim(p, placement) for placement in other_placements))
 
 
 def _pinned_input_cuts(source: GraphInput, degree: int, demands: SplitDemands) -> list[Placement]:
     """Return the shards that pins allow for a graph input, which is replicated by default."""
     pattern = demands.pins.get(source.key[0], "")
-    every = [Shard(dim, even_cuts(size, degree)) for dim, size in enumerate(source.value.shape)]
-    return [shard for shard in every if str(shard) == pattern]
+    shards = [Shard(dim, even_cuts(size, degree)) for dim, size in enumerate(source.value.shape)]
+    return [shard for shard in shards if str(shard) == pattern]
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
@@ -168,8 +171,8 @@ def cuts_each_sample_alike(cuts: Cuts, samples: int) -> bool:
     size = cuts[-1][-1]
     if samples < 1 or size % samples or len(cuts) % samples:
         return False
-    first = cuts[: len(cuts) // samples]
-    return first[-1][-1] == size // samples and join_cuts([first] * samples) == cuts
+    sample_cuts = cuts[: len(cuts) // samples]
+    return sample_cuts[-1][-1] == size // samples and join_cuts([sample_cuts] * samples) == cuts
 
 
 # ---- pins ------------------------------------------------------------------------------------------------------------
@@ -178,16 +181,16 @@ def cuts_each_sample_alike(cuts: Cuts, samples: int) -> bool:
 def _apply_pins(view: OperatorView, options: StrategyOptions, demands: SplitDemands) -> StrategyOptions:
     steps, sources = dict(options.strategies), dict(options.source_placements)
     for name, pattern in demands.pins.items():
-        where = f"placements.{name}.{demands.purpose}: {pattern}"
+        pin = f"placements.{name}.{demands.purpose}: {pattern}"
         # A pin may name a graph input or a node; an alias (getitem of a node with several results) pins one output
         # only.
         source = next((k for k in ((f"parameter:{name}", 0), (f"buffer:{name}", 0), (name, 0)) if k in sources), None)
         step, index = view.aliases.get(name, (name, None))
         if source is not None and source not in demands.fixed_placements:
-            sources[source] = _filter_by_pattern(sources[source], [(p,) for p in sources[source]], pattern, where)
+            sources[source] = _filter_by_pattern(sources[source], [(p,) for p in sources[source]], pattern, pin)
         elif step in steps:
             outputs = [s.outputs if index is None else (s.outputs[index],) for s in steps[step]]
-            steps[step] = _filter_by_pattern(steps[step], outputs, pattern, where)
+            steps[step] = _filter_by_pattern(steps[step], outputs, pattern, pin)
     return StrategyOptions(steps, sources)
 
 
@@ -197,10 +200,12 @@ def _pattern_of(placement: Placement) -> str:
 
 
 def _filter_by_pattern(
-    choices: tuple[T, ...], placed: Sequence[tuple[Placement, ...]], pattern: str, where: str
+    choices: tuple[T, ...], placed: Sequence[tuple[Placement, ...]], pattern: str, pin: str
 ) -> tuple[T, ...]:
-    found = tuple(c for c, each in zip(choices, placed, strict=True) if all(_pattern_of(p) == pattern for p in each))
-    if not found:
-        texts = [" and ".join(dict.fromkeys(map(_pattern_of, each))) for each in placed]
-        raise PolylaneError(f"{where}: not possible here; possible are {', '.join(dict.fromkeys(texts))}")
-    return found
+    matches = tuple(
+        c for c, placements in zip(choices, placed, strict=True) if all(_pattern_of(p) == pattern for p in placements)
+    )
+    if not matches:
+        texts = [" and ".join(dict.fromkeys(map(_pattern_of, placements))) for placements in placed]
+        raise PolylaneError(f"{pin}: not possible here; possible are {', '.join(dict.fromkeys(texts))}")
+    return matches

@@ -16,7 +16,7 @@ from polylane.sharding.cost_model import CostSetting, value_bytes
 
 
 def carry_over_split(
-    split: AxisSplit, before: OperatorView, after: OperatorView, options: StrategyOptions
+    split: AxisSplit, old_view: OperatorView, new_view: OperatorView, options: StrategyOptions
 ) -> AxisSplit:
     """Return the split of the same graph at another number of samples.
 
@@ -25,23 +25,23 @@ def carry_over_split(
     without any, the operator runs whole on every rank. Graph inputs keep their placements.
 
     Args:
-        split: the strategies that were chosen for ``before``.
-        before, after: the graph at both numbers of samples.
-        options: all strategies offered for the operators of ``after``.
+        split: the strategies that were chosen for ``old_view``.
+        old_view, new_view: the graph at both numbers of samples.
+        options: all strategies offered for the operators of ``new_view``.
     """
-    old = {step.name: step for step in before.operators}
+    old = {step.name: step for step in old_view.operators}
     steps: dict[str, Strategy] = {}
     # ``steps`` is filled below while ``result`` is read: placements of producers must be known before their readers'.
     result = AxisSplit(
-        split.degree, steps, {key: resize_placement(split, key, s.value) for key, s in after.sources.items()}
+        split.degree, steps, {key: resize_placement(split, key, s.value) for key, s in new_view.sources.items()}
     )
-    setting = CostSetting(after, split.degree, RankSpeed(), {})
-    for step in after.operators:  # producers come first
+    setting = CostSetting(new_view, split.degree, RankSpeed(), {})
+    for step in new_view.operators:  # producers come first
         chosen, was = split.strategies[step.name], old[step.name]
         offered = options.strategies[step.name]
-        same = [s for s in offered if _same_strategy(s, chosen, step.call, was.call)]
-        distance = partial(_strategy_distance, setting, result, step, chosen, before.samples)
-        steps[step.name] = min(same, key=distance) if same else _replicated_strategy(offered)
+        candidates = [s for s in offered if _same_strategy(s, chosen, step.call, was.call)]
+        distance = partial(_strategy_distance, setting, result, step, chosen, old_view.samples)
+        steps[step.name] = min(candidates, key=distance) if candidates else _replicated_strategy(offered)
     return result
 
 
@@ -53,16 +53,16 @@ def resize_placement(split: AxisSplit, key: TensorKey, value: TensorValue) -> Pl
     return placement
 
 
-def _same_strategy(new: Strategy, old: Strategy, call: OperatorCall, before: OperatorCall) -> bool:
+def _same_strategy(new: Strategy, old: Strategy, call: OperatorCall, old_call: OperatorCall) -> bool:
     """Return whether two strategies have the same pattern of placements, and the same cuts of unchanged dimensions."""
     placements = zip((*new.inputs, *new.outputs), (*old.inputs, *old.outputs), strict=True)
-    values = zip((*call.inputs, *call.outputs), (*before.inputs, *before.outputs), strict=True)
+    values = zip((*call.inputs, *call.outputs), (*old_call.inputs, *old_call.outputs), strict=True)
     # A dimension whose size has changed (it grows with the samples) may have any cuts; all others keep theirs.
-    for (a, b), (value, other) in zip(placements, values, strict=True):
+    for (a, b), (value, old_value) in zip(placements, values, strict=True):
         if not (isinstance(a, Shard) and isinstance(b, Shard)):
             if a != b:
                 return False
-        elif a.dim != b.dim or (value.shape[a.dim] == other.shape[b.dim] and a.cuts != b.cuts):
+        elif a.dim != b.dim or (value.shape[a.dim] == old_value.shape[b.dim] and a.cuts != b.cuts):
             return False
     return True
 
@@ -92,14 +92,14 @@ def _strategy_distance(
     return sum(_breaks_samples(a, b, samples, setting.view.samples) for a, b in pairs), moved, size
 
 
-def _breaks_samples(new: Placement, old: Placement, before: int, after: int) -> bool:
+def _breaks_samples(new: Placement, old: Placement, old_samples: int, new_samples: int) -> bool:
     """Return whether a dimension that was cut equally in every sample would no longer be."""
     if not (isinstance(new, Shard) and isinstance(old, Shard)) or new.size == old.size:
         return False
     # E.g. heads of [samples * heads]: each sample's heads are cut alike, so that every rank keeps all samples.
-    if before < 1 or not cuts_each_sample_alike(old.cuts, before):
+    if old_samples < 1 or not cuts_each_sample_alike(old.cuts, old_samples):
         return False
-    return new.cuts != join_cuts([old.cuts[: len(old.cuts) // before]] * after)
+    return new.cuts != join_cuts([old.cuts[: len(old.cuts) // old_samples]] * new_samples)
 
 
 def _replicated_strategy(strategies: Sequence[Strategy]) -> Strategy:

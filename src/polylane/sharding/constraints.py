@@ -52,13 +52,13 @@ def choice_labels(setting: CostSetting, choices: StrategyOptions) -> dict[str, H
     """Return what must be equal for two nodes to share one choice: their alternatives, and what these cost."""
     labels: dict[str, Hashable] = {}
     numbers: dict[Hashable, int] = {}
-    known: dict[int, int] = {}  # by identity: operators that are alike mostly have the same object
+    offer_numbers: dict[int, int] = {}  # by identity: operators that are alike mostly have the same object
     for step in setting.view.operators:
-        own = choices.strategies[step.name]
-        if id(own) not in known:
-            offered = tuple((s.inputs, s.outputs, s.share, s.sent, s.messages) for s in own)
-            known[id(own)] = numbers.setdefault(offered, len(numbers))
-        offer = known[id(own)]
+        strategies = choices.strategies[step.name]
+        if id(strategies) not in offer_numbers:
+            offered = tuple((s.inputs, s.outputs, s.share, s.sent, s.messages) for s in strategies)
+            offer_numbers[id(strategies)] = numbers.setdefault(offered, len(numbers))
+        offer = offer_numbers[id(strategies)]
         elsewhere = tuple(
             (s.strategies[step.name].inputs, s.strategies[step.name].outputs) for s in setting.other_axes.values()
         )
@@ -105,38 +105,38 @@ class ProgramBuilder:
             if self.classes[step.name] not in self.variables:
                 offered = self.choices.strategies[step.name]
                 seconds = [setting.operator_seconds(step, s) for s in offered]
-                held = None if limits_parameters else [setting.activation_bytes(step, s.outputs) for s in offered]
-                self._add_choice(step.name, seconds, held)
+                sizes = None if limits_parameters else [setting.activation_bytes(step, s.outputs) for s in offered]
+                self._add_choice(step.name, seconds, sizes)
         for key, source in setting.view.sources.items():
             if self.classes[key[0]] not in self.variables:
                 placements = self.choices.source_placements[key]
                 seconds = [setting.source_seconds(source, p) for p in placements]
-                held = [setting.parameter_bytes(source, p) for p in placements] if limits_parameters else None
-                self._add_choice(key[0], seconds, held)
+                sizes = [setting.parameter_bytes(source, p) for p in placements] if limits_parameters else None
+                self._add_choice(key[0], seconds, sizes)
         # A variable fixed at 1 stands for the placement of graph outputs, which are always whole.
-        one = self.program.add_variable(whole=True, lowest=1.0)
+        constant = self.program.add_variable(whole=True, lowest=1.0)
         for key, uses, times in self._distinct_values():
-            self._add_value(key, uses, times, one)
+            self._add_value(key, uses, times, constant)
 
     def read_solution(self, values: Sequence[float]) -> AxisSplit:
         """Return the split that a solution describes."""
         # The solver's values are whole only within its tolerance: take the largest of each class.
         best = {
-            colour: max(range(len(own)), key=lambda i, own=own: values[own[i]])  # type: ignore[misc]
-            for colour, own in self.variables.items()
+            colour: max(range(len(variables)), key=lambda i, variables=variables: values[variables[i]])  # type: ignore[misc]
+            for colour, variables in self.variables.items()
         }
-        steps = {name: every[best[self.classes[name]]] for name, every in self.choices.strategies.items()}
-        sources = {key: every[best[self.classes[key[0]]]] for key, every in self.choices.source_placements.items()}
+        steps = {name: offered[best[self.classes[name]]] for name, offered in self.choices.strategies.items()}
+        sources = {key: offered[best[self.classes[key[0]]]] for key, offered in self.choices.source_placements.items()}
         return AxisSplit(self.setting.degree, steps, sources)
 
     def _add_choice(self, name: str, seconds: Sequence[float], limited: Sequence[float] | None) -> None:
         """Add the variables of a class, from the seconds and the limited bytes of one member's choices."""
         times = self._members[self.classes[name]]
-        own = [self.program.add_variable(cost * times, whole=True) for cost in seconds]
-        self.variables[self.classes[name]] = own
-        self.program.add_row([(v, 1.0) for v in own], 1.0, 1.0)
+        variables = [self.program.add_variable(cost * times, whole=True) for cost in seconds]
+        self.variables[self.classes[name]] = variables
+        self.program.add_row([(v, 1.0) for v in variables], 1.0, 1.0)
         if limited is not None:
-            self.limited_terms += [(v, size * times) for v, size in zip(own, limited, strict=True)]
+            self.limited_terms += [(v, size * times) for v, size in zip(variables, limited, strict=True)]
 
     @cached_property
     def _members(self) -> Counter[int]:
@@ -151,29 +151,29 @@ class ProgramBuilder:
             distinct = {(self._class_of(use), use.index, use.is_write): use for use in uses}
             # Readers of one class that read at the same index choose alike: one flow stands for all of them.
             kind = (self.classes[key[0]], key[1], frozenset(distinct))
-            first, readers, times = kinds.get(kind, (key, list(distinct.values()), 0))
-            kinds[kind] = first, readers, times + 1
+            first_key, readers, times = kinds.get(kind, (key, list(distinct.values()), 0))
+            kinds[kind] = first_key, readers, times + 1
         return list(kinds.values())
 
     def _class_of(self, use: TensorUse) -> int:
         return -1 if use.step is None else self.classes[use.step.name]
 
-    def _add_value(self, key: TensorKey, uses: Sequence[TensorUse], times: int, one: int) -> None:
-        made = self._made_marginal(key)
-        reads = [self._read_marginal(use, one) for use in uses]
+    def _add_value(self, key: TensorKey, uses: Sequence[TensorUse], times: int, constant: int) -> None:
+        supply = self._made_marginal(key)
+        reads = [self._read_marginal(use, constant) for use in uses]
         for use, read in zip(uses, reads, strict=True):
-            self._forbid_swaps(key, use, made, read)
+            self._forbid_swaps(key, use, supply, read)
         # How many readers could ask for each placement: from two on, a redistribution is shared and paid for once.
         users = Counter(target for use, read in zip(uses, reads, strict=True) if not use.is_write for target in read)
         paid: Paid = {}
         for use, read in zip(uses, reads, strict=True):
             if use.is_write:
                 # A write needs the tensor itself, not a redistributed copy: both ends have the same placement.
-                for placement in {**made, **read}:
-                    here = [(v, 1.0) for v in made.get(placement, ())]
-                    self.program.add_row([*here, *((v, -1.0) for v in read.get(placement, ()))], 0.0, 0.0)
+                for placement in {**supply, **read}:
+                    terms = [(v, 1.0) for v in supply.get(placement, ())]
+                    self.program.add_row([*terms, *((v, -1.0) for v in read.get(placement, ()))], 0.0, 0.0)
             else:
-                self._add_flow(key, made, read, times, users, paid)
+                self._add_flow(key, supply, read, times, users, paid)
 
     def _made_marginal(self, key: TensorKey) -> Marginal:
         placements: Sequence[Placement] | None = self.choices.source_placements.get(key)
@@ -181,16 +181,16 @@ class ProgramBuilder:
             placements = [s.outputs[key[1]] for s in self.choices.strategies[key[0]]]
         return _placement_marginal(self.variables[self.classes[key[0]]], placements)
 
-    def _read_marginal(self, use: TensorUse, one: int) -> Marginal:
+    def _read_marginal(self, use: TensorUse, constant: int) -> Marginal:
         if use.step is None:
-            return {REPLICATE: [one]}
+            return {REPLICATE: [constant]}
         strategies = self.choices.strategies[use.step.name]
         return _placement_marginal(
             self.variables[self.classes[use.step.name]], [s.inputs[use.index] for s in strategies]
         )
 
     def _add_flow(
-        self, key: TensorKey, made: Marginal, read: Marginal, times: int, users: Counter[Placement], paid: Paid
+        self, key: TensorKey, supply: Marginal, read: Marginal, times: int, users: Counter[Placement], paid: Paid
     ) -> None:
         """Add the flow of one tensor to one reader: from the placements it may be made in to those needed.
 
@@ -198,9 +198,9 @@ class ProgramBuilder:
         variable.
         """
         kinds: dict[Hashable, list[Placement]] = {}
-        for placement in made:
+        for placement in supply:
             kinds.setdefault("shard" if isinstance(placement, Shard) else placement, []).append(placement)
-        straight = {p: self.program.add_variable() for p in made if p in read}
+        straight = {p: self.program.add_variable() for p in supply if p in read}
         arriving: dict[Placement, list[int]] = {t: [straight[t]] if t in straight else [] for t in read}
         for kind, placements in kinds.items():
             leaving = [straight[p] for p in placements if p in straight]
@@ -214,14 +214,14 @@ class ProgramBuilder:
                     flow = self._add_redistribution(cost, size, users[target], kind, target, paid)
                     leaving.append(flow)
                     arriving[target].append(flow)
-            out = [(v, 1.0) for p in placements for v in made[p]]
+            out = [(v, 1.0) for p in placements for v in supply[p]]
             self.program.add_row([*out, *((v, -1.0) for v in leaving)], 0.0, 0.0)
             # Within a kind of several placements only what is made in p can be read in p without a redistribution;
             # where the kind has one member, the row above says it already.
             if len(placements) > 1:
                 for p in placements:
                     if p in straight:
-                        self.program.add_row([(straight[p], 1.0), *((v, -1.0) for v in made[p])], -1.0, 0.0)
+                        self.program.add_row([(straight[p], 1.0), *((v, -1.0) for v in supply[p])], -1.0, 0.0)
         for target, flows in arriving.items():
             self.program.add_row([*((v, 1.0) for v in read[target]), *((v, -1.0) for v in flows)], 0.0, 0.0)
 
@@ -248,21 +248,21 @@ class ProgramBuilder:
             self.limited_terms.append((flow, size))
         return flow
 
-    def _forbid_swaps(self, key: TensorKey, use: TensorUse, made: Marginal, read: Marginal) -> None:
+    def _forbid_swaps(self, key: TensorKey, use: TensorUse, supply: Marginal, read: Marginal) -> None:
         """Exclude that two axes swap their dimensions of a tensor: neither redistribution could go first."""
         for split in self.demands.other_axes.values():
             have = split.placement(key)
             then = needed_placement(split, use)
             # The other axis takes the tensor from dimension have.dim to then.dim: this axis must not do the opposite.
             if have != then and isinstance(have, Shard) and isinstance(then, Shard):
-                sources = [v for p in made if isinstance(p, Shard) and p.dim == then.dim for v in made[p]]
+                sources = [v for p in supply if isinstance(p, Shard) and p.dim == then.dim for v in supply[p]]
                 targets = [v for p in read if isinstance(p, Shard) and p.dim == have.dim for v in read[p]]
                 if sources and targets:
                     self.program.add_row([(v, 1.0) for v in (*sources, *targets)], 0.0, 1.0)
 
 
-def _placement_marginal(own: Sequence[int], placements: Sequence[Placement]) -> Marginal:
-    found: dict[Placement, list[int]] = {}
-    for variable, placement in zip(own, placements, strict=True):
-        found.setdefault(placement, []).append(variable)
-    return found
+def _placement_marginal(variables: Sequence[int], placements: Sequence[Placement]) -> Marginal:
+    marginal: dict[Placement, list[int]] = {}
+    for variable, placement in zip(variables, placements, strict=True):
+        marginal.setdefault(placement, []).append(variable)
+    return marginal

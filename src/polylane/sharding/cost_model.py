@@ -69,25 +69,25 @@ class CostSetting:
     @cached_property
     def values(self) -> Mapping[TensorKey, TensorValue]:
         """Every tensor of the graph, by key: graph inputs and results of operators."""
-        made = {
+        results = {
             key: value
             for step in self.view.operators
             for key, value in zip(step.output_keys, step.call.outputs, strict=True)
         }
-        return {**{key: source.value for key, source in self.view.sources.items()}, **made}
+        return {**{key: source.value for key, source in self.view.sources.items()}, **results}
 
     @cached_property
     def uses(self) -> Mapping[TensorKey, tuple[TensorUse, ...]]:
         """The readers of every tensor, in the order of the graph."""
-        found: dict[TensorKey, list[TensorUse]] = {key: [] for key in self.values}
+        readers: dict[TensorKey, list[TensorUse]] = {key: [] for key in self.values}
         for step in self.view.operators:
             for index, key in enumerate(step.input_keys):
-                if key in found:
-                    found[key].append(TensorUse(step, index))
+                if key in readers:
+                    readers[key].append(TensorUse(step, index))
         for index, key in enumerate(self.view.output_keys):
-            if key in found:
-                found[key].append(TensorUse(None, index))
-        return {key: tuple(uses) for key, uses in found.items()}
+            if key in readers:
+                readers[key].append(TensorUse(None, index))
+        return {key: tuple(uses) for key, uses in readers.items()}
 
     def tensor_bytes(self, key: TensorKey) -> float:
         """Return the bytes of a tensor on the busiest rank of the other axes."""
@@ -113,7 +113,7 @@ class CostSetting:
         chosen = [split.strategies[step.name] for split in self.other_axes.values()]
         # ``step.flops`` was counted on the batch that the graph was captured with.
         flops = step.flops * (self.view.samples / self.view.graph.samples)
-        flops *= strategy.share * math.prod(other.share for other in chosen)
+        flops *= strategy.share * math.prod(other_strategy.share for other_strategy in chosen)
         read = sum(
             value_bytes(v) * _busiest_share((strategy.inputs[i], *(s.inputs[i] for s in chosen)))
             for i, v in enumerate(step.call.inputs)
@@ -126,8 +126,8 @@ class CostSetting:
         once = self.rates.roofline(flops, moved) if flops else VIEWING * (moved / self.rates.bytes)
         # Backward runs only if some output carries a gradient; the communication inside is priced for both directions.
         times = 1 + BACKWARD if any(v.gradient for v in step.call.outputs) else 1
-        inside = communicate.exchange_seconds(strategy.sent, strategy.messages, self.rates)
-        return once * times + inside
+        exchange_seconds = communicate.exchange_seconds(strategy.sent, strategy.messages, self.rates)
+        return once * times + exchange_seconds
 
     def source_seconds(self, source: GraphInput, placement: Placement) -> float:
         """Return the seconds that the gradient of a graph input takes, which only parameters have."""
@@ -235,7 +235,7 @@ def predict_split(setting: CostSetting, split: AxisSplit) -> LayoutPrediction:
         activations += setting.activation_bytes(step, strategy.outputs)
     for key, source in setting.view.sources.items():
         placement = split.source_placements[key]
-        taken = setting.source_seconds(source, placement)
-        seconds, sent = seconds + taken, sent + taken * setting.rates.bandwidth
+        source_seconds = setting.source_seconds(source, placement)
+        seconds, sent = seconds + source_seconds, sent + source_seconds * setting.rates.bandwidth
         parameters += setting.parameter_bytes(source, placement)
     return LayoutPrediction(seconds, sent, moves, parameters, activations)

@@ -140,27 +140,27 @@ def explain(
 
 def format_explanation(explanation: Explanation) -> list[str]:
     """Return an explanation as lines of text."""
-    found = [_format_module(module) for module in explanation.modules]
+    lines = [_format_module(module) for module in explanation.modules]
     share = 100 * explanation.parameters / max(explanation.whole, 1)
-    found.append(
+    lines.append(
         f"parameters: {format_bytes(explanation.parameters)} on each of {explanation.degree} ranks,"
         f" {share:.0f} % of {format_bytes(explanation.whole)}"
     )
     if explanation.summed:
-        found.append(f"gradients of {format_bytes(explanation.summed)} of parameters are summed once a step")
-    found += [f"whole on every rank: {k.parameter} ({format_bytes(k.bytes)}): {k.reason}" for k in explanation.kept]
+        lines.append(f"gradients of {format_bytes(explanation.summed)} of parameters are summed once a step")
+    lines += [f"whole on every rank: {k.parameter} ({format_bytes(k.bytes)}): {k.reason}" for k in explanation.kept]
     if explanation.report is not None and explanation.report.status != OPTIMAL:
-        found.append(_describe_gap(explanation.report))
-    return found
+        lines.append(_describe_gap(explanation.report))
+    return lines
 
 
 def _describe_gap(report: SolveReport) -> str:
     """Return what is known of a split that need not be the best."""
     if report.gap < 1:
-        known = f"by the model it is within {100 * report.gap:.2g} % of it"
+        gap = f"by the model it is within {100 * report.gap:.2g} % of it"
     else:
-        known = "how far from it is not known"
-    return f"the search for the best split {report.status} after {report.seconds:.0f} s: {known}"
+        gap = "how far from it is not known"
+    return f"the search for the best split {report.status} after {report.seconds:.0f} s: {gap}"
 
 
 def _format_module(split: ModuleSplit) -> str:
@@ -169,9 +169,9 @@ def _format_module(split: ModuleSplit) -> str:
         words = [f"{op} {describe_strategy(name)}" for op, name in split.operators]
     parts = [", ".join(dict.fromkeys(words))] if words else []
     for backward, text in ((False, "then"), (True, "backward")):
-        told = [_describe_collective(c) for c in split.collectives if c.backward == backward]
-        if told:
-            parts.append(f"{text} {', '.join(told)}")
+        descriptions = [_describe_collective(c) for c in split.collectives if c.backward == backward]
+        if descriptions:
+            parts.append(f"{text} {', '.join(descriptions)}")
     return f"{split.module or 'model'}: {'; '.join(parts)}"
 
 
@@ -198,9 +198,9 @@ def _describe_collective(collective: ExplainedCollective) -> str:
 
 def _explain_modules(setting: CostSetting, split: AxisSplit, only: Collection[str] | None) -> Iterable[ModuleSplit]:
     owner = {step.name: step.module for step in setting.view.operators}
-    found: dict[str, tuple[list[tuple[str, str]], list[ExplainedCollective]]] = {}
+    modules: dict[str, tuple[list[tuple[str, str]], list[ExplainedCollective]]] = {}
     for step in (s for s in setting.view.operators if only is None or s.name in only):
-        operators, collectives = found.setdefault(step.module, ([], []))
+        operators, collectives = modules.setdefault(step.module, ([], []))
         strategy = split.strategies[step.name]
         if _is_notable(step):
             operators.append((step.call.base, strategy.name))
@@ -211,10 +211,10 @@ def _explain_modules(setting: CostSetting, split: AxisSplit, only: Collection[st
         # A redistribution belongs to the module that makes the tensor; that of a parameter, to its first reader.
         module = owner.get(moving.key[0], reader)
         is_told = only is None or any(use.step is not None and use.step.name in only for use in moving.uses)
-        if is_told and module in found:
-            found[module][1].extend(_explain_redistribution(setting, moving))
-    kept = ((module, (tuple(ops), tuple(moves))) for module, (ops, moves) in found.items() if ops or moves)
-    return [ModuleSplit(name, *content) for name, content in _merge_alike(kept)]
+        if is_told and module in modules:
+            modules[module][1].extend(_explain_redistribution(setting, moving))
+    contents = ((module, (tuple(ops), tuple(moves))) for module, (ops, moves) in modules.items() if ops or moves)
+    return [ModuleSplit(name, *content) for name, content in _merge_alike(contents)]
 
 
 def _is_notable(step: OperatorNode) -> bool:
@@ -225,11 +225,11 @@ def _is_notable(step: OperatorNode) -> bool:
 def _explain_redistribution(setting: CostSetting, moving: PricedMove) -> list[ExplainedCollective]:
     size, degree = setting.tensor_bytes(moving.key), setting.degree
     kind, _, name = moving.key[0].partition(":")
-    what = name.rpartition(".")[2] if kind in ("parameter", "buffer", "input", "constant") else ""
+    label = name.rpartition(".")[2] if kind in ("parameter", "buffer", "input", "constant") else ""
     flows = setting.values[moving.key].gradient
     passes = redistribute(size, moving.source, moving.target, flows)
     return [
-        ExplainedCollective(name, bool(back), communicate.bytes_per_rank(name, size, degree), what)
+        ExplainedCollective(name, bool(back), communicate.bytes_per_rank(name, size, degree), label)
         for back, (name, _) in enumerate(passes)
         if name
     ]
@@ -245,13 +245,13 @@ def _whole_parameters(
     reasons: Mapping[str, str],
     parameters: Mapping[TensorKey, GraphInput],
 ) -> Iterable[WholeParameter]:
-    found = []
+    rows = []
     for key, source in parameters.items():
         if isinstance(split.source_placements[key], Replicate):
             name = str(source.role[1])
             reason = reasons.get(name) or _why_whole(setting, split, options.source_placements[key], key)
-            found.append((name, (value_bytes(source.value), reason)))
-    return [WholeParameter(name, size, reason) for name, (size, reason) in _merge_alike(found)]
+            rows.append((name, (value_bytes(source.value), reason)))
+    return [WholeParameter(name, size, reason) for name, (size, reason) in _merge_alike(rows)]
 
 
 def _why_whole(setting: CostSetting, split: AxisSplit, offered: Sequence[Placement], key: TensorKey) -> str:
@@ -262,16 +262,16 @@ def _why_whole(setting: CostSetting, split: AxisSplit, offered: Sequence[Placeme
         if any(step.is_pinned for step, _ in readers):
             return "its operator runs whole on every rank"
         return f"no rule cuts it in {', '.join(dict.fromkeys(step.call.op for step, _ in readers))}"
-    others = [s.source_placements[key] for s in setting.other_axes.values()]
-    if all(any(shard_same_dim(other, cut) for other in others) for cut in cuts):
+    other_placements = [s.source_placements[key] for s in setting.other_axes.values()]
+    if all(any(shard_same_dim(placement, cut) for placement in other_placements) for cut in cuts):
         return "another axis cuts it"
-    whole = {
+    bases = {
         split.strategies[step.name].name: step.call.base
         for step, index in readers
         if not isinstance(split.strategies[step.name].inputs[index], Shard)
     }
-    told = ", ".join(f"{base} needs it whole ({describe_strategy(strategy)})" for strategy, base in whole.items())
-    return f"smaller than what a cut would cost: {told}" if told else "smaller than what a cut would cost"
+    reasons = ", ".join(f"{base} needs it whole ({describe_strategy(strategy)})" for strategy, base in bases.items())
+    return f"smaller than what a cut would cost: {reasons}" if reasons else "smaller than what a cut would cost"
 
 
 # ---- folding ---------------------------------------------------------------------------------------------------------

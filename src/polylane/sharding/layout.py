@@ -43,7 +43,7 @@ class Layout:
         graph: the captured graph whose operators are split.
         samples: number of samples per worker that the splits were chosen for.
         splits: the chosen strategies by axis, in the order of the mesh.
-        whole: parameters that every rank must hold whole, and the reason.
+        whole_parameters: parameters that every rank must hold whole, and the reason.
         plain: names of values that must not be Partial on any rank, nor their gradients.
         views: the graph's operators by axis, where they have been made already.
     """
@@ -53,12 +53,12 @@ class Layout:
         graph: Graph,
         samples: int,
         splits: Mapping[str, AxisSplit],
-        whole: Mapping[str, str] | None = None,
+        whole_parameters: Mapping[str, str] | None = None,
         plain: Collection[str] = (),
         views: Mapping[str, OperatorView] | None = None,
     ) -> None:
         self.graph, self.samples, self.splits = graph, samples, dict(splits)
-        self.whole, self.never_partial = dict(whole or {}), frozenset(plain)
+        self.whole, self.never_partial = dict(whole_parameters or {}), frozenset(plain)
         self._views = views or {axis: view_operators(graph, samples, split.degree) for axis, split in splits.items()}
         self._chosen = _calls_by_axes(self._views), self.splits
         # Carried-over splits by number of samples: programs and the simulator ask for the same few numbers many times.
@@ -114,14 +114,14 @@ class Layout:
             return None
         if samples not in self._formulas:
             self._formulas[samples] = self._find_formula(samples)
-        found = self._formulas[samples]
-        if found is None:
+        split_formula = self._formulas[samples]
+        if split_formula is None:
             return None
         if (samples, open_sizes) not in self._admitted:
             if len(self._admitted) == _ADMITTED:
                 self._admitted.clear()
-            self._admitted[samples, open_sizes] = found.admits((samples, *open_sizes))
-        return found if self._admitted[samples, open_sizes] else None
+            self._admitted[samples, open_sizes] = split_formula.admits((samples, *open_sizes))
+        return split_formula if self._admitted[samples, open_sizes] else None
 
     def _find_formula(self, samples: int) -> SplitFormula | None:
         nominal = self.graph.code.nominal_sizes
@@ -177,7 +177,7 @@ class Layout:
 
     def partial_gradient_axes(self) -> dict[str, tuple[str, ...]]:
         """Return the parameters whose gradients are Partial on the ranks of an axis, and those axes."""
-        found = {}
+        parameter_axes = {}
         for key, source in self.view.sources.items():
             axes = tuple(
                 axis
@@ -185,8 +185,8 @@ class Layout:
                 if split.source_placements.get(key) == REPLICATE_PARTIAL_GRAD
             )
             if source.role[0] == "parameter" and axes:
-                found[str(source.role[1])] = axes
-        return found
+                parameter_axes[str(source.role[1])] = axes
+        return parameter_axes
 
 
 def choose_layout(
@@ -224,8 +224,8 @@ def choose_layout(
         shown = views[axis] = offer.view(degree)
         choice = _axis_options(shown, degree, axis, sampled, plain, offer)
         # Replicas hold all parameters: a plan's pins and whole parameters concern the other axes.
-        asked = {} if axis == "data" else _merge_pins((pins or {}).get(axis, {}), whole or {})
-        splits[axis] = solve(shown, choice, degree, SplitDemands(axis, asked, splits))
+        axis_pins = {} if axis == "data" else _merge_pins((pins or {}).get(axis, {}), whole or {})
+        splits[axis] = solve(shown, choice, degree, SplitDemands(axis, axis_pins, splits))
     return Layout(graph, samples, splits, whole, plain, views)
 
 
@@ -246,11 +246,11 @@ class LayoutOffer:
         self.options = cache(lambda degree: enumerate_strategies(self.view(degree), degree))
 
 
-def _merge_pins(asked: Mapping[str, str], whole: Mapping[str, str]) -> dict[str, str]:
-    for name, why in whole.items():
-        if asked.get(name, "replicate") != "replicate":
-            raise PolylaneError(f"plan: placements.{name}: {asked[name]}: every rank must hold it whole, for {why}")
-    return {**dict.fromkeys(whole, "replicate"), **asked}
+def _merge_pins(pins: Mapping[str, str], whole_parameters: Mapping[str, str]) -> dict[str, str]:
+    for name, why in whole_parameters.items():
+        if pins.get(name, "replicate") != "replicate":
+            raise PolylaneError(f"plan: placements.{name}: {pins[name]}: every rank must hold it whole, for {why}")
+    return {**dict.fromkeys(whole_parameters, "replicate"), **pins}
 
 
 def _axis_options(
@@ -332,8 +332,8 @@ def layout_like(main: Layout, graph: Graph, plain: Collection[str] = ()) -> Layo
 def _sampled_leaves(main: Layout, split: AxisSplit, graph: Graph) -> list[bool]:
     """Return which leaves of the batch are divided: as in ``main``; in another batch structure, those that may grow."""
     if graph.code.leaf_count != main.graph.code.leaf_count:
-        own = {n.meta["role"]: n.meta.get("val") for n in graph.code.fx.nodes if n.op == "placeholder"}
-        return [batch_dimension(own.get(("input", i))) == 0 for i in range(graph.code.leaf_count)]
+        values = {n.meta["role"]: n.meta.get("val") for n in graph.code.fx.nodes if n.op == "placeholder"}
+        return [batch_dimension(values.get(("input", i))) == 0 for i in range(graph.code.leaf_count)]
     inputs = {s.role[1]: key for key, s in main.view.sources.items() if s.role[0] == "input"}
     return [
         isinstance(split.source_placements.get(inputs.get(i, ("", 0))), Shard)
@@ -366,12 +366,12 @@ def assemble_parts(parts: Mapping[tuple[int, ...], Tensor], state: State, degree
     if not state:
         return parts[()]
     # The outermost axis first: assemble each of its ranks' parts over the inner axes, then join them along this axis.
-    first, rest = state[0], degrees[1:]
-    each = [
-        assemble_parts({at[1:]: part for at, part in parts.items() if at[0] == index}, state[1:], rest)
+    placement, inner_degrees = state[0], degrees[1:]
+    rank_tensors = [
+        assemble_parts({at[1:]: part for at, part in parts.items() if at[0] == index}, state[1:], inner_degrees)
         for index in range(degrees[0])
     ]
-    if isinstance(first, Partial):
-        return torch.stack(each).sum(0)
+    if isinstance(placement, Partial):
+        return torch.stack(rank_tensors).sum(0)
     # Replicated: every rank has the same value.
-    return assemble_shards(each, first) if isinstance(first, Shard) else each[0]
+    return assemble_shards(rank_tensors, placement) if isinstance(placement, Shard) else rank_tensors[0]

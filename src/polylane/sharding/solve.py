@@ -91,12 +91,12 @@ def solve(
     classes = equivalence_classes(view, choice_labels(setting, choices))
     builder = ProgramBuilder(setting, choices, demands, classes)
     builder.build()
-    least, found = _search_solution(builder)
-    if not len(found.values):
-        raise PolylaneError(f"placements: no split over {degree} ranks ({demands.purpose}) was found: {found.status}")
-    split = builder.read_solution(found.values)
+    least_bytes, result = _search_solution(builder)
+    if not len(result.values):
+        raise PolylaneError(f"placements: no split over {degree} ranks ({demands.purpose}) was found: {result.status}")
+    split = builder.read_solution(result.values)
     kinds, took = len(set(classes.values())), time.perf_counter() - start
-    report = SolveReport(predict_split(setting, split), least, found.status, found.gap, kinds, took)
+    report = SolveReport(predict_split(setting, split), least_bytes, result.status, result.gap, kinds, took)
     return SolvedSplit(degree, split.strategies, split.source_placements, report)
 
 
@@ -125,7 +125,7 @@ def _offered_like(placement: Placement, offered: Sequence[Placement]) -> Placeme
     """
     if placement in offered or not isinstance(placement, Replicate):
         return placement
-    return next((each for each in offered if isinstance(each, Replicate)), placement)
+    return next((candidate for candidate in offered if isinstance(candidate, Replicate)), placement)
 
 
 def _search_solution(builder: ProgramBuilder) -> tuple[float, IntegerSolution]:
@@ -144,25 +144,25 @@ def _search_solution(builder: ProgramBuilder) -> tuple[float, IntegerSolution]:
     small = program.solve(GAP, bytes_, math.inf)
     if not len(small.values):
         return 0.0, small
-    least, most = small.secondary_cost, (1 + SLACK) * small.secondary_cost
-    too_low, price, found = 0.0, 0.0, fast
-    while found.secondary_cost > most:
+    least_bytes, limit = small.secondary_cost, (1 + SLACK) * small.secondary_cost
+    too_low, price, result = 0.0, 0.0, fast
+    while result.secondary_cost > limit:
         # The slope of the line between the current point and the smallest: at this price both are equally good, so that
         # the program finds a point below the line, if there is one.
-        too_low, price = price, (small.cost - found.cost) / (found.secondary_cost - small.secondary_cost)
+        too_low, price = price, (small.cost - result.cost) / (result.secondary_cost - small.secondary_cost)
         # The slope no longer rises: no point of the hull is between the two.
         if price <= too_low * (1 + CLOSE):
-            return least, small
-        found = program.solve(GAP, bytes_, price)
-        if not len(found.values):
-            return least, small
+            return least_bytes, small
+        result = program.solve(GAP, bytes_, price)
+        if not len(result.values):
+            return least_bytes, small
     # Steps along the hull may overshoot: a lower price may keep the limit with a faster split.
     if price / CHEAPER > too_low:
-        other = program.solve(GAP, bytes_, price / CHEAPER)
-        found = other if other.secondary_cost <= most else found
+        trial = program.solve(GAP, bytes_, price / CHEAPER)
+        result = trial if trial.secondary_cost <= limit else result
     # The limit is only as good as the least bytes that are known: report the worse of the two searches.
-    stopped = found.status if found.status != OPTIMAL else small.status
-    return least, replace(found, status=stopped, gap=max(found.gap, small.gap))
+    stopped = result.status if result.status != OPTIMAL else small.status
+    return least_bytes, replace(result, status=stopped, gap=max(result.gap, small.gap))
 
 
 # ---- blocks that are repeated ----------------------------------------------------------------------------------------

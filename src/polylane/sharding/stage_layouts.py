@@ -66,7 +66,11 @@ class StageLayouts:
 
 
 def choose_layouts(
-    partition: Partition, plan: Plan, samples: int, whole: Mapping[str, str] | None = None, sampled: Sequence[bool] = ()
+    partition: Partition,
+    plan: Plan,
+    samples: int,
+    whole_parameters: Mapping[str, str] | None = None,
+    sampled: Sequence[bool] = (),
 ) -> StageLayouts:
     """Choose the placements of every stage's operators on its mesh.
 
@@ -77,43 +81,43 @@ def choose_layouts(
         partition: the graph, divided into stages.
         plan: degrees of every stage's axes, and pins.
         samples: number of samples of a microbatch, over all replicas.
-        whole: parameters that every rank must hold whole, and the reason.
+        whole_parameters: parameters that every rank must hold whole, and the reason.
         sampled: as for :func:`polylane.sharding.layout.choose_layout`; empty where the loss does not couple samples.
     """
     plain = values_between_meshes(partition, plan)
-    found: dict[tuple[int, ...], Layout | None] = {}
+    layouts: dict[tuple[int, ...], Layout | None] = {}
     for stage in range(plan.pipeline):
         mesh = plan.degrees(stage)
         # Replicas split operators only if the loss couples their samples; otherwise each computes its own samples
         # alone.
         axes = (*(("data",) if sampled and mesh.data > 1 else ()), *plan.axes_of(stage))
-        if mesh not in found:
-            alike = [other for other in range(plan.pipeline) if plan.degrees(other) == mesh]
-            found[mesh] = None
+        if mesh not in layouts:
+            mesh_stages = [other_stage for other_stage in range(plan.pipeline) if plan.degrees(other_stage) == mesh]
+            layouts[mesh] = None
             if axes:
-                found[mesh] = choose_layout(
+                layouts[mesh] = choose_layout(
                     partition.graph,
                     {axis: plan.degree(axis, stage) for axis in axes},
                     # At least two samples: a dimension of size 1 offers no shards, so that what is chosen for one
                     # sample would not carry over to more.
                     max(2, samples if sampled else -(-samples // mesh.data)),
-                    pins={axis: plan.pins(axis, alike) for axis in plan.axes_of(stage)},
-                    whole=whole,
+                    pins={axis: plan.pins(axis, mesh_stages) for axis in plan.axes_of(stage)},
+                    whole=whole_parameters,
                     sampled=sampled,
                     plain=plain,
                 )
-    made = StageLayouts(tuple(found[plan.degrees(stage)] for stage in range(plan.pipeline)))
-    check_peers(made, partition, plan)
-    return made
+    stage_layouts = StageLayouts(tuple(layouts[plan.degrees(stage)] for stage in range(plan.pipeline)))
+    check_peers(stage_layouts, partition, plan)
+    return stage_layouts
 
 
 def layouts_like(main: StageLayouts, partition: Partition, plan: Plan) -> StageLayouts:
     """Split another graph of the same model (evaluation, another loss) with the parameter placements of ``main``."""
     plain = values_between_meshes(partition, plan)
-    found = {id(layout): layout_like(layout, partition.graph, plain) for layout in main.distinct}
-    made = StageLayouts(tuple(None if layout is None else found[id(layout)] for layout in main.stages))
-    check_peers(made, partition, plan)
-    return made
+    layouts = {id(layout): layout_like(layout, partition.graph, plain) for layout in main.distinct}
+    stage_layouts = StageLayouts(tuple(None if layout is None else layouts[id(layout)] for layout in main.stages))
+    check_peers(stage_layouts, partition, plan)
+    return stage_layouts
 
 
 def check_peers(layouts: StageLayouts, partition: Partition, plan: Plan) -> None:
@@ -132,10 +136,10 @@ def check_peers(layouts: StageLayouts, partition: Partition, plan: Plan) -> None
         for end in crossing.consumers:
             if plan.have_same_mesh(start, end) or plan.degree("data", start) != plan.degree("data", end):
                 continue
-            ways = [_replica_placement(layouts[stage], crossing.value) for stage in (start, end)]
-            if ways[0] != ways[1]:
+            pair = [_replica_placement(layouts[stage], crossing.value) for stage in (start, end)]
+            if pair[0] != pair[1]:
                 raise RuntimeError(
-                    f"over the replicas, {crossing.value} is {ways[0]} on stage {start} and {ways[1]} on stage {end}: "
+                    f"over the replicas, {crossing.value} is {pair[0]} on stage {start} and {pair[1]} on stage {end}: "
                     "a replica would need what no rank that sends to it has"
                 )
 

@@ -114,26 +114,28 @@ class SplitFormula:
     def _trace_axis(self, axis: str, split: AxisSplit, shown: OperatorView) -> AxisSplit:
         sources = {key: resize_placement(split, key, source.value) for key, source in shown.sources.items()}
         steps: dict[str, Strategy] = {}
-        # ``steps`` is filled below while ``known`` is read: producers come before their readers.
-        known = AxisSplit(split.degree, steps, sources)
-        before = {step.name: step for step in self._views[axis].operators}
+        # ``steps`` is filled below while ``traced_split`` is read: producers come before their readers.
+        traced_split = AxisSplit(split.degree, steps, sources)
+        captured_steps = {step.name: step for step in self._views[axis].operators}
         for step in shown.operators:
-            place = axis, step.name
-            if place not in self._choices:
-                self._choices[place] = _find_choice(split.strategies[step.name], before[step.name], step, known)
-            choice = self._choices[place]
-            steps[step.name] = next(islice(_ask_rule(step, known, choice.cuts), choice.index, None))
-        return known
+            key = axis, step.name
+            if key not in self._choices:
+                self._choices[key] = _find_choice(
+                    split.strategies[step.name], captured_steps[step.name], step, traced_split
+                )
+            choice = self._choices[key]
+            steps[step.name] = next(islice(_ask_rule(step, traced_split, choice.cuts), choice.index, None))
+        return traced_split
 
 
-def _find_choice(chosen: Strategy, before: OperatorNode, step: OperatorNode, known: AxisSplit) -> _Choice:
+def _find_choice(chosen: Strategy, captured_step: OperatorNode, step: OperatorNode, traced_split: AxisSplit) -> _Choice:
     """Find a chosen strategy among those that the rule offers for traced sizes.
 
     Args:
         chosen: the strategy, at the sizes from which the graph was captured.
-        before: the same operator at those sizes, for messages.
+        captured_step: the same operator at those sizes, for messages.
         step: the operator with traced sizes.
-        known: the placements of all that it reads.
+        traced_split: the placements of all that it reads.
 
     Raises:
         NotTraced: it is not among them.
@@ -146,39 +148,41 @@ def _find_choice(chosen: Strategy, before: OperatorNode, step: OperatorNode, kno
     }
     cuts: dict[Place, Cuts | None] = {}
     closed: dict[Place, Cuts | None] = {}
-    for place, found in sharded.items():
-        formula = _derive_cuts(step, known, place)
-        if as_traced(formula) == found:
-            cuts[place] = None
-        elif isinstance(_size_at(step.call, place), int):
-            closed[place] = found
+    for dimension, shard_cuts in sharded.items():
+        formula = _derive_cuts(step, traced_split, dimension)
+        if as_traced(formula) == shard_cuts:
+            cuts[dimension] = None
+        elif isinstance(_size_at(step.call, dimension), int):
+            closed[dimension] = shard_cuts
     # Cuts of an open dimension in numbers would fix its size, and those of another may follow from an open one: both
     # are given only where the rule does not find them by the others.
     for offered in (cuts, cuts | closed, sharded | cuts):
-        for index, strategy in enumerate(_ask_rule(step, known, offered)):
+        for index, strategy in enumerate(_ask_rule(step, traced_split, offered)):
             if as_traced((strategy.inputs, strategy.outputs)) == (chosen.inputs, chosen.outputs):
                 return _Choice(index, offered)
-    raise NotTraced(f"{before.name}: {chosen.name}")
+    raise NotTraced(f"{captured_step.name}: {chosen.name}")
 
 
-def _ask_rule(step: OperatorNode, known: AxisSplit, cuts: Mapping[Place, Cuts | None]) -> Iterator[Strategy]:
+def _ask_rule(step: OperatorNode, traced_split: AxisSplit, cuts: Mapping[Place, Cuts | None]) -> Iterator[Strategy]:
     """Yield an operator's strategies with given cuts alone; None stands for those that :func:`_derive_cuts` returns."""
     call = step.call
     if step.is_pinned:
         return iter((call.strategy("replicate", {}, REPLICATE, default=REPLICATE),))
-    given = {place: own or _derive_cuts(step, known, place) for place, own in cuts.items()}
-    return iterate_strategies(replace(call, only_cuts=given))
+    derived_cuts = {
+        dimension: fixed_cuts or _derive_cuts(step, traced_split, dimension) for dimension, fixed_cuts in cuts.items()
+    }
+    return iterate_strategies(replace(call, only_cuts=derived_cuts))
 
 
-def _derive_cuts(step: OperatorNode, known: AxisSplit, place: Place) -> Cuts:
+def _derive_cuts(step: OperatorNode, traced_split: AxisSplit, dimension: Place) -> Cuts:
     """Return the cuts in which a dimension is made; where none are known, even ones."""
-    side, index, dim = place
-    placement = known.placement(step.input_keys[index]) if side == "in" else REPLICATE
+    side, index, dim = dimension
+    placement = traced_split.placement(step.input_keys[index]) if side == "in" else REPLICATE
     if isinstance(placement, Shard) and placement.dim == dim:
         return placement.cuts
-    return even_cuts(_size_at(step.call, place), step.call.degree)
+    return even_cuts(_size_at(step.call, dimension), step.call.degree)
 
 
-def _size_at(call: OperatorCall, place: Place) -> int:
-    side, index, dim = place
+def _size_at(call: OperatorCall, dimension: Place) -> int:
+    side, index, dim = dimension
     return (call.inputs if side == "in" else call.outputs)[index].shape[dim]

@@ -31,25 +31,25 @@ def replay_delayed(training: ComparedTraining) -> ReferenceRun:
         gradients to compare: each is gone when the next one comes.
     """
     prepared, plan = training.prepared, training.prepared.plan
-    one = ReferenceReplica(training, 0, 1)
+    replica = ReferenceReplica(training, 0, 1)
     graph = stage_graph_of(prepared.main_partition, plan)
     delays = weight_delays(plan.schedule, graph, plan.most_turns, plan.vertical_sync)
     delay_of = {name: delays[stages[0]] for name, stages in prepared.owning_stages.items()}
-    kept = {0: _copy(one.trained_parameters)}  # version -> values
+    versions = {0: _copy(replica.trained_parameters)}  # version -> values
     losses = list[float]()
     for step, emptied in enumerate(_last_emptied(training)):
-        _write(one, {n: kept[max(emptied, step - delay_of.get(n, 0))][n] for n in one.trained_parameters})
-        total, count = one.loop.backward(step)
-        gradients = {name: gradient.clone() for name, gradient in one.loop.named_gradients().items()}
+        _write(replica, {n: versions[max(emptied, step - delay_of.get(n, 0))][n] for n in replica.trained_parameters})
+        total, count = replica.loop.backward(step)
+        gradients = {name: gradient.clone() for name, gradient in replica.loop.named_gradients().items()}
         losses.append(total / count)
-        _write(one, kept[step])
-        for name, parameter in one.trained_parameters.items():
+        _write(replica, versions[step])
+        for name, parameter in replica.trained_parameters.items():
             parameter.grad = gradients.get(name)
-        one.update_weights()
-        kept[step + 1] = _copy(one.trained_parameters)
-        kept.pop(step - max(delays), None)
-    state = {name: value.detach().clone() for name, value in one.model.state_dict().items()}
-    return ReferenceRun(losses, {}, state, [], one.loop.is_eager)
+        replica.update_weights()
+        versions[step + 1] = _copy(replica.trained_parameters)
+        versions.pop(step - max(delays), None)
+    state = {name: value.detach().clone() for name, value in replica.model.state_dict().items()}
+    return ReferenceRun(losses, {}, state, [], replica.loop.is_eager)
 
 
 def _last_emptied(training: ComparedTraining) -> list[int]:
@@ -59,22 +59,22 @@ def _last_emptied(training: ComparedTraining) -> list[int]:
     """
     batches = training.batches
     sampled = Batch.whole(batches[0]).sampled
-    asked = training.prepared.reads_whole_batches
-    found, last = list[int](), None
+    has_readings = training.prepared.reads_whole_batches
+    first_batches, last_form = list[int](), None
     for number, batch in enumerate(batches):
-        own = Batch.whole(batch).to_device(sampled, torch.device("cpu"))
-        graph = id(training.compiled_for(number)) if asked else 0  # which differs with a batch's answers, too
-        form = training.batch_form(number, own.sampled), graph
-        found.append(found[-1] if form == last else number)
-        last = form
-    return found
+        cpu_batch = Batch.whole(batch).to_device(sampled, torch.device("cpu"))
+        graph = id(training.compiled_for(number)) if has_readings else 0  # which differs with a batch's answers, too
+        form = training.batch_form(number, cpu_batch.sampled), graph
+        first_batches.append(first_batches[-1] if form == last_form else number)
+        last_form = form
+    return first_batches
 
 
 def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _write(one: ReferenceReplica, values: Mapping[str, Tensor]) -> None:
+def _write(replica: ReferenceReplica, values: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
-        for name, parameter in one.trained_parameters.items():
+        for name, parameter in replica.trained_parameters.items():
             parameter.copy_(values[name])

@@ -75,14 +75,14 @@ def find_first_difference(training: ComparedTraining, wrong: StepDifference) -> 
     at = -1, 0
     restore()
     if wrong.gradients and not wrong.buffers:
-        found = find_differing_nodes(training, wrong.step, backward=True)
-        place = {node.name: number for number, node in enumerate(prepared.main_partition.graph.nodes)}
-        at = max(((place[node.name], microbatch) for microbatch, node in found), default=at)
+        differing_nodes = find_differing_nodes(training, wrong.step, backward=True)
+        positions = {node.name: number for number, node in enumerate(prepared.main_partition.graph.nodes)}
+        at = max(((positions[node.name], microbatch) for microbatch, node in differing_nodes), default=at)
     return describe_later_difference(prepared, wrong, *at)
 
 
 def describe_later_difference(
-    prepared: CompiledTraining, wrong: StepDifference, last: int = -1, microbatch: int = 0, traced: bool = True
+    prepared: CompiledTraining, wrong: StepDifference, index: int = -1, microbatch: int = 0, traced: bool = True
 ) -> str:
     """Describe what differs first where every forward value is equal, in the order of a step's phases.
 
@@ -91,7 +91,7 @@ def describe_later_difference(
     Args:
         prepared: the training, compiled for the plan, with the graph whose nodes are named.
         wrong: the differences that were seen after the step.
-        last: graph position of the last node whose value has a wrong gradient, where these were compared; -1 for none.
+        index: graph position of the last node whose value has a wrong gradient, where these were compared; -1 for none.
         microbatch: number of the microbatch in which that gradient is wrong.
         traced: whether the values of all operators were compared; never where replicas have weights of their own.
     """
@@ -105,8 +105,8 @@ def describe_later_difference(
             if name in wrong.buffers:
                 return f"{forward}the buffer {name} differs after it, of {_describe_node(node, '')}"
     if wrong.gradients:
-        first = _find_first_gradient(nodes, wrong, last, microbatch)
-        return f"{forward}the first gradient that differs, from the loss backwards, is that of {first}"
+        first_gradient = _find_first_gradient(nodes, wrong, index, microbatch)
+        return f"{forward}the first gradient that differs, from the loss backwards, is that of {first_gradient}"
     for node in nodes:
         for name in node.parameters:
             if name in wrong.memory or name in wrong.updates:
@@ -122,13 +122,13 @@ def describe_later_difference(
                 agreed = (
                     "what replicas agree on" if prepared.plan.sync.is_replica_local else "what workers put together"
                 )
-                where = f"first {name}, in {_describe_node(node, '')}"
-                return f"every update of {step} agrees; what differs is {agreed} after it, {where}"
+                location = f"first {name}, in {_describe_node(node, '')}"
+                return f"every update of {step} agrees; what differs is {agreed} after it, {location}"
     names = ", ".join([*wrong.buffers, *wrong.updates, *wrong.averaged][:1])
     return f"{forward}what differs is {names or 'the weights of the whole model'}"
 
 
-def _find_first_gradient(nodes: Sequence[Node], wrong: StepDifference, last: int, microbatch: int) -> str:
+def _find_first_gradient(nodes: Sequence[Node], wrong: StepDifference, index: int, microbatch: int) -> str:
     """Describe the first gradient that is wrong, from the loss backwards.
 
     The gradient of a value is complete before the backward pass goes through its node; that of a parameter only when
@@ -138,13 +138,13 @@ def _find_first_gradient(nodes: Sequence[Node], wrong: StepDifference, last: int
     for number, node in reversed(list(enumerate(nodes))):
         complete |= dict.fromkeys(node.parameters, number)
     number, name = max(((complete[n], n) for n in wrong.gradients if n in complete), default=(-1, ""))
-    if number < 0 and last < 0:
+    if number < 0 and index < 0:
         return next(iter(wrong.gradients))
     # The larger position comes first on the way back: a parameter after the last wrong value was wrong before it.
-    if number > last:
+    if number > index:
         uses = [node for node in nodes if name in node.parameters]
         return f"{name}, in {' and '.join(_describe_node(node, '') for node in uses)}"
-    value = nodes[last]
+    value = nodes[index]
     readers = " and ".join(_describe_node(node, "") for node in nodes if value.name in node.inputs)
     read = f"which {readers} reads" if readers else "with which a backward pass begins"
     return f"the value of {_describe_node(value, '')}, {read}, microbatch {microbatch}"
@@ -158,18 +158,18 @@ def find_differing_nodes(training: ComparedTraining, step: int, backward: bool) 
     prepared, tolerance = training.prepared, training.tolerance
     layouts, stage_of = prepared.main.layouts, prepared.main_partition.stage_of
     traces = fork_workers(lambda context: trace_pass(training, World.join(), step, backward), prepared.plan.workers)
-    for microbatch, seen, floors in _reference_values(training, step, backward):
+    for microbatch, expected, floors in _reference_values(training, step, backward):
         # Recomputable nodes (sizes, masks) are not compared: a size may be that of a replica's own samples.
         for node in (n for n in prepared.main_partition.graph.nodes if not n.recomputable):
-            those = [t for t in traces if t.stage == prepared.plan.first_chunk(stage_of[node.name])]
-            parts = [t for t in those if (microbatch, node.name) in t.values]
-            if node.name not in seen or not parts or is_unfilled(node.op):
+            stage_traces = [t for t in traces if t.stage == prepared.plan.first_chunk(stage_of[node.name])]
+            parts = [t for t in stage_traces if (microbatch, node.name) in t.values]
+            if node.name not in expected or not parts or is_unfilled(node.op):
                 continue
-            if backward and any(t.weights[microbatch] for t in those if (microbatch, node.name) not in t.values):
+            if backward and any(t.weights[microbatch] for t in stage_traces if (microbatch, node.name) not in t.values):
                 continue  # an operator returned its own input: the gradient is kept for the node before
             replicas = _assemble_replicas(parts, layouts[stage_of[node.name]], microbatch, node.name, backward)
             scale = error_scale(0.0, floors[node.name], tolerance)
-            if not _matches_reference(node, seen[node.name], replicas, tolerance, scale):
+            if not _matches_reference(node, expected[node.name], replicas, tolerance, scale):
                 yield microbatch, node
 
 
@@ -195,9 +195,9 @@ def _reference_values(
     part_of = {part.microbatch: part for part in counted}
 
     def run(start: int, stop: int, microbatch: int) -> dict[str, Tensor]:
-        look, own = KeptValues(backward), take_samples(clone_leaves(leaves), start, stop)
+        look, part_leaves = KeptValues(backward), take_samples(clone_leaves(leaves), start, stop)
         with torch.set_grad_enabled(backward):
-            loss = run_graph(code, tensors, own, part_of[microbatch], look)
+            loss = run_graph(code, tensors, part_leaves, part_of[microbatch], look)
         if backward and loss[0].requires_grad:
             # The gradient with which the backward pass begins: this microbatch's part of the mean over the batch.
             share = (stop - start if prepared.main_partition.graph.loss_is_mean else 1) / samples
@@ -206,22 +206,25 @@ def _reference_values(
 
     for microbatch, start, stop in filled:
         # Floors first: the true pass comes last, since the next microbatch goes on from the buffers that it leaves.
-        again = list[dict[str, Tensor]]()
+        nudged_passes = list[dict[str, Tensor]]()
         for attempt in range(TRIES):
             restore = training.snapshot()
             nudge_values(prepared.model.parameters(), attempt)
-            again.append(run(start, stop, microbatch))
+            nudged_passes.append(run(start, stop, microbatch))
             restore()
-        seen = run(start, stop, microbatch)
-        floors = {n: rounding_floor(value, [each[n] for each in again if n in each]) for n, value in seen.items()}
-        yield microbatch, seen, floors
+        values = run(start, stop, microbatch)
+        floors = {
+            n: rounding_floor(value, [nudged[n] for nudged in nudged_passes if n in nudged])
+            for n, value in values.items()
+        }
+        yield microbatch, values, floors
     for parameter in tensors.parameters().values():
         parameter.grad = None
 
 
-def _describe_node(node: Node, where: str) -> str:
+def _describe_node(node: Node, context: str) -> str:
     line = f" ({node.source})" if node.source else ""
-    return f"{node.name}{line}{', ' + where if where else ''}"
+    return f"{node.name}{line}{', ' + context if context else ''}"
 
 
 def _assemble_value(
@@ -248,12 +251,12 @@ def _assemble_replicas(
 ) -> list[tuple[Tensor, int]]:
     """Return for each replica that computed something the node's value, assembled from its mesh, and its samples."""
     meshes: dict[int, dict[tuple[int, ...], ValueTrace]] = {}
-    for each in traces:
-        if each.weights[microbatch]:
-            meshes.setdefault(each.replica, {})[tuple(each.coordinates.values())] = each
+    for trace in traces:
+        if trace.weights[microbatch]:
+            meshes.setdefault(trace.replica, {})[tuple(trace.coordinates.values())] = trace
     result = []
     for _, mesh in sorted(meshes.items()):
-        values = {at: each.values[microbatch, name] for at, each in mesh.items()}
+        values = {at: trace.values[microbatch, name] for at, trace in mesh.items()}
         samples = next(iter(mesh.values())).samples[microbatch]
         result.append((_assemble_value(layout, name, values, samples, is_gradient), samples))
     return result
@@ -277,13 +280,13 @@ def _matches_reference(
     """
     values = [value for value, _ in replicas]
     if node.batch_dim is not None:
-        together = torch.cat(values, node.batch_dim) if expected.dim() else values[0]
-        if together.shape != expected.shape:
+        joined_value = torch.cat(values, node.batch_dim) if expected.dim() else values[0]
+        if joined_value.shape != expected.shape:
             return False
-        if relative_error(expected, together, scale) <= tolerance:
+        if relative_error(expected, joined_value, scale) <= tolerance:
             return True
         # Where samples are folded into another dimension (batch times heads), parts come in another order.
-        return relative_error(_sort_values(expected), _sort_values(together), scale) <= tolerance
+        return relative_error(_sort_values(expected), _sort_values(joined_value), scale) <= tolerance
     if all(v.shape == expected.shape and relative_error(expected, v, scale) <= tolerance for v in values):
         return True
     # A value of another shape, or an integer, that replicas computed on their own samples cannot be judged here: if it
@@ -292,4 +295,4 @@ def _matches_reference(
         return len(values) > 1
     mean = sum(value * samples for value, samples in replicas) / sum(samples for _, samples in replicas)
     total = torch.stack(list(values)).sum(0)
-    return any(relative_error(expected, torch.as_tensor(each), scale) <= tolerance for each in (mean, total))
+    return any(relative_error(expected, torch.as_tensor(value), scale) <= tolerance for value in (mean, total))

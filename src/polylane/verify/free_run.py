@@ -43,16 +43,16 @@ def train_freely(job: Job, batches: Sequence[Any]) -> FreeRun:
         # Gradients of later steps are at weights that already differ by rounding. Asking for them would empty an
         # asynchronous pipeline.
         if len(sums) == 1 and not job.plan.is_asynchronous:
-            whole = job.whole_gradients()
-            gradients = whole if job.world.rank == 0 else {}
+            whole_gradients = job.whole_gradients()
+            gradients = whole_gradients if job.world.rank == 0 else {}
     job.gathered(None)  # a barrier: servers must have made their last update before their weights are read
     # Replicas of asynchronous servers differ on purpose: their digests are compared within a replica only.
     differs = job.plan.sync.is_replica_local and job.world.rank < job.plan.workers
-    own = f" of replica {job.plan.stage_and_replica(job.world.rank)[1]}" if differs else ""
-    held = {name + job.worker.part_of(name) + own: digest_tensor(tensor) for name, tensor in job.held().items()}
+    suffix = f" of replica {job.plan.stage_and_replica(job.world.rank)[1]}" if differs else ""
+    digests = {name + job.worker.part_of(name) + suffix: digest_tensor(tensor) for name, tensor in job.held().items()}
     losses = _whole_losses(job, sums)
     state = job.state_dict()
-    return FreeRun(losses, gradients, state if job.world.rank == 0 else {}, held, job.worker.updates())
+    return FreeRun(losses, gradients, state if job.world.rank == 0 else {}, digests, job.worker.updates())
 
 
 def _whole_losses(job: Job, sums: Sequence[tuple[float, float]]) -> list[float]:
@@ -60,11 +60,11 @@ def _whole_losses(job: Job, sums: Sequence[tuple[float, float]]) -> list[float]:
     plan = job.plan
     if not (plan.sync.has_servers and plan.sync.is_replica_local):
         return [total / count for total, count in sums]
-    every = job.gathered(sums)
+    gathered_sums = job.gathered(sums)
     # One rank for each replica: the ranks of a replica have the same sums.
     ranks = {plan.stage_and_replica(rank)[1]: rank for rank in range(plan.workers)}.values()
-    each = [zip(*(every[rank][step] for rank in ranks), strict=True) for step in range(len(sums))]
-    return [sum(totals) / sum(counts) for totals, counts in each]
+    step_sums = [zip(*(gathered_sums[rank][step] for rank in ranks), strict=True) for step in range(len(sums))]
+    return [sum(totals) / sum(counts) for totals, counts in step_sums]
 
 
 def compare_freely(reference: ReferenceRun, trained: FreeRun) -> FreeRunDeviation:
@@ -72,7 +72,7 @@ def compare_freely(reference: ReferenceRun, trained: FreeRun) -> FreeRunDeviatio
     pairs = zip(reference.losses, trained.losses, strict=True)
     loss_error = max(divide_by_scale(abs(a - b), abs(a)) for a, b in pairs)
     errors = {name: relative_error(value, trained.state[name]) for name, value in reference.state.items()}
-    name = max(errors, key=lambda each: errors[each], default="")
+    name = max(errors, key=lambda tensor_name: errors[tensor_name], default="")
     worst = errors.get(name, 0.0)
     return FreeRunDeviation(loss_error, worst, name if worst else "")
 
@@ -92,11 +92,12 @@ def compare_runs(training: ComparedTraining, reference: ReferenceRun, workers: S
         workers: the results of each worker that trains.
     """
     prepared, tolerance = training.prepared, training.tolerance
-    floors, first = reference.floors, workers[0]
+    floors, first_run = reference.floors, workers[0]
     scales = [error_scale(abs(loss), floors.buffers.get(LOSSES, 0.0), tolerance) for loss in reference.losses]
     pairs = [zip(reference.losses, worker.losses, scales, strict=True) for worker in workers]
     errors = [
-        max(each) for each in zip(*([divide_by_scale(abs(a - b), s) for a, b, s in p] for p in pairs), strict=True)
+        max(step_errors)
+        for step_errors in zip(*([divide_by_scale(abs(a - b), s) for a, b, s in p] for p in pairs), strict=True)
     ]
     loss_error = max(errors)
     # A tied weight appears once, and empty tensors have nothing to compare.
@@ -104,23 +105,25 @@ def compare_runs(training: ComparedTraining, reference: ReferenceRun, workers: S
     for name, value in reference.state.items():
         if name in prepared.main_partition.graph.tied or not value.numel():
             continue
-        error, expected, got = None, reference.gradients.get(name), first.gradients.get(name)
+        error, expected, got = None, reference.gradients.get(name), first_run.gradients.get(name)
         if expected is not None or got is not None:
-            own, other = (torch.zeros_like(value) if each is None else each for each in (expected, got))
+            target, actual = (torch.zeros_like(value) if gradient is None else gradient for gradient in (expected, got))
             floor = floors.gradients.get(name, 0.0)
-            error = divide_by_scale(max_difference(own, other), error_scale(max_magnitude(own), floor, tolerance))
-            undetermined += [] if is_determined(max_magnitude(own), floor) else [f"gradient of {name}"]
+            error = divide_by_scale(
+                max_difference(target, actual), error_scale(max_magnitude(target), floor, tolerance)
+            )
+            undetermined += [] if is_determined(max_magnitude(target), floor) else [f"gradient of {name}"]
         floor = floors.buffers.get(name, 0.0)
         scale = error_scale(max_magnitude(value), floor, tolerance)
-        deviations.append(Deviation(name, error, divide_by_scale(max_difference(value, first.state[name]), scale)))
+        deviations.append(Deviation(name, error, divide_by_scale(max_difference(value, first_run.state[name]), scale)))
         undetermined += [] if is_determined(max_magnitude(value), floor) else [name]
     return Comparison(
         reference=reference,
-        losses=first.losses,
+        losses=first_run.losses,
         loss_error=loss_error,
         deviations=tuple(deviations),
         held=[worker.held for worker in workers],
-        worst=max((loss_error, *(each.worst for each in deviations))),
+        worst=max((loss_error, *(deviation.worst for deviation in deviations))),
         culprit=_culprit_replayed(prepared, deviations, errors, tolerance),
         undetermined=tuple(undetermined),
     )
@@ -130,8 +133,8 @@ def _culprit_replayed(
     prepared: CompiledTraining, deviations: Sequence[Deviation], losses: Sequence[float], tolerance: float
 ) -> str | None:
     """Describe what differs first between whole runs: a gradient of the first step, a loss, or a weight at the end."""
-    gradients = {each.name for each in deviations if not (each.gradient or 0.0) <= tolerance}
-    state = {each.name for each in deviations if not each.value <= tolerance}
+    gradients = {deviation.name for deviation in deviations if not (deviation.gradient or 0.0) <= tolerance}
+    state = {deviation.name for deviation in deviations if not deviation.value <= tolerance}
     step = next((number for number, error in enumerate(losses) if not error <= tolerance), None)
     if gradients:
         return describe_later_difference(prepared, StepDifference(gradients=gradients))

@@ -41,18 +41,18 @@ class Judgement:
     @cached_property
     def errors(self) -> list[dict[What, float]]:
         """For each step, the largest error over all workers, by what was compared."""
-        return [_largest_errors(each) for each in self.replicas]
+        return [_largest_errors(replica_errors) for replica_errors in self.replicas]
 
     @property
     def worst(self) -> float:
         """The largest error of all, losses and final state included."""
-        each = (error for errors in self.errors for error in errors.values())
-        return max((*self.losses, *self.state.values(), *each), default=0.0)
+        all_errors = (error for errors in self.errors for error in errors.values())
+        return max((*self.losses, *self.state.values(), *all_errors), default=0.0)
 
     def error_of(self, kind: ComparedKind, name: str) -> float | None:
         """Return the worst error of one kind of one tensor over all steps; None where it was never compared."""
-        found = [e for errors in self.errors for what, e in errors.items() if what[:2] == (kind, name)]
-        return max(found, default=None)
+        tensor_errors = [e for errors in self.errors for what, e in errors.items() if what[:2] == (kind, name)]
+        return max(tensor_errors, default=None)
 
     def is_wrong(self, error: float) -> bool:
         """Return whether an error is more than rounding; NaN is: hence "not <=" instead of ">"."""
@@ -89,32 +89,32 @@ class Judgement:
 
         Weights that are right after the update and wrong after the step are wrong averages.
         """
-        each = self.replicas[number]
-        differ = list(map(self._select_wrong, each))
-        replica = next((number for number, found in enumerate(differ) if found), None)
+        replica_errors = self.replicas[number]
+        differ = list(map(self._select_wrong, replica_errors))
+        replica = next((number for number, quantities in enumerate(differ) if quantities), None)
         if replica is None:
             return self.wrong_in_step(number)
-        found = self.wrong_in_step(number, differ[replica])
-        if not any(kind is ComparedKind.UPDATE for kind, *_ in each[replica]):
+        difference = self.wrong_in_step(number, differ[replica])
+        if not any(kind is ComparedKind.UPDATE for kind, *_ in replica_errors[replica]):
             averaged = set[str]()
         else:
             updates = _names_of(differ[replica], ComparedKind.UPDATE)
-            averaged = {*found.updates} - updates
-            found = replace(found, updates=updates)
+            averaged = {*difference.updates} - updates
+            difference = replace(difference, updates=updates)
         if averaged:  # buffers are averaged with the weights
-            found = replace(found, buffers=(), averaged={*averaged, *found.buffers})
-        return replace(found, replica=replica if len(each) > 1 else None)
+            difference = replace(difference, buffers=(), averaged={*averaged, *difference.buffers})
+        return replace(difference, replica=replica if len(replica_errors) > 1 else None)
 
     def wrong_in_state(self) -> set[str]:
         """Return the names of weights and buffers that differ after the last step."""
         return {name for name, error in self.state.items() if self.is_wrong(error)}
 
     def _select_wrong(self, errors: Mapping[What, float]) -> set[What]:
-        return {what for what, error in errors.items() if self.is_wrong(error)}
+        return {quantity for quantity, error in errors.items() if self.is_wrong(error)}
 
 
 def _names_of(compared: Collection[What], kind: ComparedKind) -> set[str]:
-    return {name for own, name, _ in compared if own is kind}
+    return {name for compared_kind, name, _ in compared if compared_kind is kind}
 
 
 def judge_differences(
@@ -122,7 +122,7 @@ def judge_differences(
     reference: ReferenceRun,
     losses: Sequence[float],
     workers: Sequence[Distances],
-    more: Mapping[Where, RoundingFloors] | None = None,
+    new_floors: Mapping[Where, RoundingFloors] | None = None,
 ) -> Judgement:
     """Return the differences relative to sizes and rounding floors.
 
@@ -131,46 +131,46 @@ def judge_differences(
         reference: the run that the workers were compared with.
         losses: the plan's losses, one for each step.
         workers: the absolute differences that each worker found.
-        more: floors that were measured over more tries, by step and replica; None: none were.
+        new_floors: floors that were measured over more tries, by step and replica; None: none were.
     """
     loss_errors, undetermined = list[float](), set[tuple[ComparedKind, str]]()
     replicas: list[list[dict[What, float]]] = []
     for number, (a, b) in enumerate(zip(reference.losses, losses, strict=True)):
-        floors = _floors_of_replicas(reference, number, more or {})
+        floors = _floors_of_replicas(reference, number, new_floors or {})
         # The loss of a step is one number over all replicas, and so it is judged by the largest of their floors.
-        scale = error_scale(abs(a), max(each.loss for each in floors), training.tolerance)
+        scale = error_scale(abs(a), max(replica_floors.loss for replica_floors in floors), training.tolerance)
         loss_errors.append(divide_by_scale(abs(a - b), scale))
         replicas.append([])
-        for replica, each in _pair_with_reference(reference, number, workers):
+        for replica, replica_workers in _pair_with_reference(reference, number, workers):
             scales = _Scales(training, reference.step_of(number, replica), floors[replica])
             undetermined |= scales.undetermined
-            own = [
+            worker_errors = [
                 {w: divide_by_scale(distance, scales.scale_of(w)) for w, distance in x.steps[number].items()}
-                for x in each
+                for x in replica_workers
             ]
-            replicas[-1].append(_largest_errors(own))
-    state = _errors_of_state(training, reference, workers[0].state, more or {})
+            replicas[-1].append(_largest_errors(worker_errors))
+    state = _errors_of_state(training, reference, workers[0].state, new_floors or {})
     return Judgement(training, loss_errors, replicas, state, undetermined)
 
 
-def _largest_errors(each: Iterable[Mapping[What, float]]) -> dict[What, float]:
-    found: dict[What, float] = {}
-    for errors in each:
-        found |= {what: max(found.get(what, 0.0), error) for what, error in errors.items()}
-    return found
+def _largest_errors(error_maps: Iterable[Mapping[What, float]]) -> dict[What, float]:
+    largest: dict[What, float] = {}
+    for errors in error_maps:
+        largest |= {quantity: max(largest.get(quantity, 0.0), error) for quantity, error in errors.items()}
+    return largest
 
 
 def find_wrong_steps(reference: ReferenceRun, workers: Sequence[Distances], judgement: Judgement) -> set[Where]:
     """Return the steps and replicas in which a loss, a gradient or a buffer fails: there the rounding floors matter."""
-    found = set[Where]()
+    wrong_steps = set[Where]()
     for number, errors in enumerate(judgement.errors):
-        rounded = [error for what, error in errors.items() if what[0] not in UPDATED]
+        rounded = [error for quantity, error in errors.items() if quantity[0] not in UPDATED]
         if any(map(judgement.is_wrong, (judgement.losses[number], *rounded))):
-            found |= {(number, replica) for replica, _ in _pair_with_reference(reference, number, workers)}
+            wrong_steps |= {(number, replica) for replica, _ in _pair_with_reference(reference, number, workers)}
     # The gathered state is compared after the last step, whose floors judge it.
     if judgement.wrong_in_state():
-        found.add((len(judgement.errors) - 1, 0))
-    return found
+        wrong_steps.add((len(judgement.errors) - 1, 0))
+    return wrong_steps
 
 
 def _pair_with_reference(
@@ -205,25 +205,25 @@ class _Scales:
             if not is_determined(size, floor_of.get(name, 0.0))
         }
 
-    def scale_of(self, what: What) -> float:
+    def scale_of(self, quantity: What) -> float:
         """Return the denominator for one compared quantity."""
-        kind, name, key = what
+        kind, name, key = quantity
         if kind is ComparedKind.MEMORY:
             return self._memories.get((name, key), 0.0)
         if kind is ComparedKind.GRADIENT:
             floor = self._floors.gradients.get(name, 0.0)
             return error_scale(self._gradients.get(name, 0.0), floor, self._training.tolerance)
-        own = max(max_magnitude(state.tensors[name]) for state in (self._step.before, self._step.after))
+        magnitude = max(max_magnitude(state.tensors[name]) for state in (self._step.before, self._step.after))
         floor = 0.0 if name in self._training.parameters else self._floors.buffers.get(name, 0.0)
-        return error_scale(own, floor, self._training.tolerance)
+        return error_scale(magnitude, floor, self._training.tolerance)
 
 
 def _floors_of_replicas(
-    reference: ReferenceRun, number: int, more: Mapping[Where, RoundingFloors]
+    reference: ReferenceRun, number: int, new_floors: Mapping[Where, RoundingFloors]
 ) -> list[RoundingFloors]:
-    """Return the floors of a step, one for each replica of the reference; ``more`` has those of further tries."""
+    """Return the floors of a step, one for each replica of the reference; ``new_floors`` has those of further tries."""
     return [
-        step.floors.elementwise_max(more.get((number, replica), step.floors))
+        step.floors.elementwise_max(new_floors.get((number, replica), step.floors))
         for replica, step in enumerate(reference.steps[number])
     ]
 
@@ -232,18 +232,24 @@ def _errors_of_state(
     training: ComparedTraining,
     reference: ReferenceRun,
     distances: Mapping[str, float],
-    more: Mapping[Where, RoundingFloors],
+    new_floors: Mapping[Where, RoundingFloors],
 ) -> dict[str, float]:
     """Return the errors of the whole weights and buffers after the last step, by name.
 
     Replicas with weights of their own have averaged them by then: the scale is the largest that any replica had.
     """
-    last = reference.steps[-1]
-    floors = _floors_of_replicas(reference, len(reference.steps) - 1, more)
-    found = {}
+    records = reference.steps[-1]
+    floors = _floors_of_replicas(reference, len(reference.steps) - 1, new_floors)
+    errors = {}
     for name, distance in distances.items():
-        states = (state.tensors[name] for step in last for state in (step.before, step.after) if name in state.tensors)
-        own = max((*map(max_magnitude, states), max_magnitude(reference.state[name])))
-        floor = 0.0 if name in training.parameters else max(each.buffers.get(name, 0.0) for each in floors)
-        found[name] = divide_by_scale(distance, error_scale(own, floor, training.tolerance))
-    return found
+        states = (
+            state.tensors[name] for step in records for state in (step.before, step.after) if name in state.tensors
+        )
+        magnitude = max((*map(max_magnitude, states), max_magnitude(reference.state[name])))
+        floor = (
+            0.0
+            if name in training.parameters
+            else max(replica_floors.buffers.get(name, 0.0) for replica_floors in floors)
+        )
+        errors[name] = divide_by_scale(distance, error_scale(magnitude, floor, training.tolerance))
+    return errors

@@ -64,7 +64,7 @@ def list_draws(code: Code) -> list[_Draw] | None:
     Of these are draws of the user's own Python (leaves, functions with ``random`` or numpy), packed recurrent layers,
     and kernels that draw inside.
     """
-    found = list[_Draw]()
+    code_draws = list[_Draw]()
     for node in code.fx.nodes:
         if node.op != "call_function":
             continue
@@ -75,12 +75,12 @@ def list_draws(code: Code) -> list[_Draw] | None:
             draws = list(_draws_of(node, target))
             if not draws:
                 return None
-            found += draws
+            code_draws += draws
         elif is_random(node) or type(target).__name__ == "KeyedDraw":
             return None
         elif isinstance(target, PackedRecurrent) and node.args[1] is not None:  # its salt
             return None  # the user's code draws for the packed rows, the graph for the padded ones
-    return found
+    return code_draws
 
 
 def _draws_of(node: fx.Node, function: Callable[..., Any]) -> Iterator[_Draw]:
@@ -101,8 +101,8 @@ def _draws_of(node: fx.Node, function: Callable[..., Any]) -> Iterator[_Draw]:
             )
     elif name != "rrelu":
 
-        def fill(part: SampleSlice, *given: Any, **options: Any) -> Tensor:
-            value: Tensor = function(part, salt, batch_dim, *given, **options)
+        def fill(part: SampleSlice, *inputs: Any, **options: Any) -> Tensor:
+            value: Tensor = function(part, salt, batch_dim, *inputs, **options)
             return value
 
         yield _Draw(_SAME.get(name, name), fill)

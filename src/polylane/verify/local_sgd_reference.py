@@ -33,20 +33,20 @@ class ReferenceReplica(ReferenceModel):
         objective = next(iter(prepared.objectives.values()))
         self.model, loss = copy.deepcopy((prepared.model, objective.loss))
         copy_hooks(prepared.model, self.model)
-        own = replace(prepared, model=self.model, objectives={objective.name: replace(objective, loss=loss)})
-        super().__init__(replace(training, prepared=own), number, count)
+        prepared_copy = replace(prepared, model=self.model, objectives={objective.name: replace(objective, loss=loss)})
+        super().__init__(replace(training, prepared=prepared_copy), number, count)
 
     def averaged_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that replicas average: trained parameters and running statistics, by name."""
         buffers = {f"buffer {name}": b for name, b in self.loop.modules.named_buffers() if b.is_floating_point()}
         return {**self.trained_parameters, **buffers}
 
-    def copy_from(self, other: ReferenceReplica) -> None:
+    def copy_from(self, source: ReferenceReplica) -> None:
         """Copy the weights, optimizer state and scheduler of another replica."""
-        self.loop.modules.load_state_dict(other.loop.modules.state_dict())
-        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
-        if self.scheduler is not None and other.scheduler is not None:
-            self.scheduler.load_state_dict(copy.deepcopy(other.scheduler.state_dict()))
+        self.loop.modules.load_state_dict(source.loop.modules.state_dict())
+        self.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
+        if self.scheduler is not None and source.scheduler is not None:
+            self.scheduler.load_state_dict(copy.deepcopy(source.scheduler.state_dict()))
 
 
 def train_local_sgd(training: ComparedTraining) -> ReferenceRun:
@@ -55,35 +55,35 @@ def train_local_sgd(training: ComparedTraining) -> ReferenceRun:
     replicas = [ReferenceReplica(training, number, plan.data) for number in range(plan.data)]
     average = ReplicaAverage(plan.sync, replicas)
     losses, steps = list[float](), list[tuple[ReferenceStep, ...]]()
-    before = [replica.copy_state() for replica in replicas]
+    starts = [replica.copy_state() for replica in replicas]
     for number in range(len(training.batches)):
         # In a warm-up step gradients are summed over replicas: one replica computes it on the whole batch, and the
         # others copy the result.
-        together = number < plan.sync.warmup
+        is_warmup = number < plan.sync.warmup
         passed = []
-        for replica in replicas[:1] if together else replicas:
-            passed.append(replica.run_passes(number, together=together))
-            replica.update_weights(bool((replica.whole_loop if together else replica.loop).count_samples(number)))
+        for replica in replicas[:1] if is_warmup else replicas:
+            passed.append(replica.run_passes(number, together=is_warmup))
+            replica.update_weights(bool((replica.whole_loop if is_warmup else replica.loop).count_samples(number)))
         updated = [
-            {n: p.detach().clone() for n, p in r.trained_parameters.items()} for r in ([] if together else replicas)
+            {n: p.detach().clone() for n, p in r.trained_parameters.items()} for r in ([] if is_warmup else replicas)
         ]
         # The printed loss is the mean over all replicas' samples, not the mean of the replicas' means.
         losses.append(sum(total for (total, _), *_ in passed) / sum(count for (_, count), *_ in passed))
-        if together:
-            for other in replicas[1:]:
-                other.copy_from(replicas[0])
+        if is_warmup:
+            for follower in replicas[1:]:
+                follower.copy_from(replicas[0])
             average.reset_anchor()
         else:
             average.record_step(number, number)
-        after = [replica.copy_state() for replica in replicas]
-        each = zip(passed, before, after, updated or [{}], strict=False)  # not strict: a warm-up step has one record
+        ends = [replica.copy_state() for replica in replicas]
+        rows = zip(passed, starts, ends, updated or [{}], strict=False)  # not strict: a warm-up step has one record
         steps.append(
             tuple(
-                ReferenceStep(total / count if count else 0.0, earlier, later, gradients, floors, own)
-                for ((total, count), gradients, floors), earlier, later, own in each
+                ReferenceStep(total / count if count else 0.0, earlier, later, gradients, floors, updated_weights)
+                for ((total, count), gradients, floors), earlier, later, updated_weights in rows
             )
         )
-        before = after
+        starts = ends
     average.finish_training()
     state = {name: value.detach().clone() for name, value in replicas[0].model.state_dict().items()}
     return ReferenceRun(losses, steps[0][0].gradients, state, steps, replicas[0].loop.is_eager)
@@ -103,15 +103,15 @@ class ReplicaAverage:
         """Take the weights of replica 0, which all replicas share now, as those from which DiLoCo measures change."""
         self._anchor = {name: p.detach().clone() for name, p in self._replicas[0].trained_parameters.items()}
 
-    def restore(self, seen: Sequence[int], anchors: Mapping[str, Tensor], velocities: Mapping[str, Tensor]) -> None:
+    def restore(self, samples: Sequence[int], anchors: Mapping[str, Tensor], velocities: Mapping[str, Tensor]) -> None:
         """Go on from the last average of another run.
 
         Args:
-            seen: samples of each replica since then; empty right after one.
+            samples: samples of each replica since then; empty right after one.
             anchors: the weights that replicas shared then, by name, where an outer optimizer moves them.
             velocities: the outer optimizer's momentum, by name.
         """
-        self._samples_seen = list(seen) or [0] * len(self._replicas)
+        self._samples_seen = list(samples) or [0] * len(self._replicas)
         self._anchor, self._velocity = dict(anchors), dict(velocities)
 
     def record_step(self, number: int, step: int) -> None:
@@ -136,16 +136,18 @@ class ReplicaAverage:
             self._set_weights(self._compute_means())
 
     def _compute_means(self) -> dict[str, Tensor]:
-        total, every = sum(self._samples_seen), [replica.averaged_tensors() for replica in self._replicas]
-        weighted = [(seen / total, tensors) for seen, tensors in zip(self._samples_seen, every, strict=True)]
-        return {name: sum((w * t[name].detach() for w, t in weighted), torch.zeros(())) for name in every[0]}
+        total, replica_tensors = sum(self._samples_seen), [replica.averaged_tensors() for replica in self._replicas]
+        weighted = [
+            (samples / total, tensors) for samples, tensors in zip(self._samples_seen, replica_tensors, strict=True)
+        ]
+        return {name: sum((w * t[name].detach() for w, t in weighted), torch.zeros(())) for name in replica_tensors[0]}
 
     def _apply_outer_step(self, outer: OuterOptimizer, means: Mapping[str, Tensor]) -> None:
         """Apply Nesterov momentum to the mean change since the last average (DiLoCo's outer optimizer)."""
         for name, anchor in self._anchor.items():
             change = anchor - means[name]
-            before = self._velocity.get(name, torch.zeros_like(anchor))
-            self._velocity[name] = outer.momentum * before + change
+            velocity = self._velocity.get(name, torch.zeros_like(anchor))
+            self._velocity[name] = outer.momentum * velocity + change
             self._anchor[name] = anchor - outer.rate * (change + outer.momentum * self._velocity[name])
 
     def _set_weights(self, means: Mapping[str, Tensor]) -> None:

@@ -55,12 +55,17 @@ class ComparedTraining:
         """
         example, batch = (self.batch_form(i) for i in (0, step))
         leaves, _ = flatten(self.batches[step])
-        known = [*([self.prepared] if batch == example else []), *self._by_form.get(batch, [])]
+        candidates = [*([self.prepared] if batch == example else []), *self._by_form.get(batch, [])]
         draws = StepDraws(self.seed, self.first_step + step)
-        found = next(
-            (each for each in known if are_answered(each.main_partition.graph.code.readings, leaves, draws)), None
+        compiled = next(
+            (
+                candidate
+                for candidate in candidates
+                if are_answered(candidate.main_partition.graph.code.readings, leaves, draws)
+            ),
+            None,
         )
-        if found is None:
+        if compiled is None:
             prepared, (name, *_) = self.prepared, self.prepared.objectives
             partition = prepared.recapture(
                 name,
@@ -70,10 +75,10 @@ class ComparedTraining:
                 draws=draws,
             )
             graphs = {**prepared.graphs, name: prepared.compile_further(partition)}
-            found = replace(prepared, graphs=MappingProxyType(graphs))
+            compiled = replace(prepared, graphs=MappingProxyType(graphs))
             self._record_carried(step, partition)
-            self._by_form.setdefault(self.batch_form(step), []).append(found)
-        return found
+            self._by_form.setdefault(self.batch_form(step), []).append(compiled)
+        return compiled
 
     def batch_form(self, step: int, split: Sequence[bool] | None = None) -> tuple[Any, ...]:
         """Return what a graph depends on of a step's batch: nesting, dtypes, sizes but the samples', and values read.
@@ -88,10 +93,10 @@ class ComparedTraining:
     @cached_property
     def _carried(self) -> CarriedLeaves:
         """The leaves of batches that no graph so far reads."""
-        found, (leaves, _) = CarriedLeaves(), flatten(self.batches[0])
+        carried_leaves, (leaves, _) = CarriedLeaves(), flatten(self.batches[0])
         carried = self.prepared.main_partition.graph.code.carried
-        found.record("", batch_structure(self.batches[0]), leaves, carried)
-        return found
+        carried_leaves.record("", batch_structure(self.batches[0]), leaves, carried)
+        return carried_leaves
 
     def _record_carried(self, step: int, partition: Partition) -> None:
         structure, (leaves, _) = batch_structure(self.batches[step]), flatten(self.batches[step])
@@ -115,7 +120,7 @@ class ComparedTraining:
         """
         model, losses = self.prepared.model, self.prepared.losses
         modules = [model, *(loss for loss in losses if isinstance(loss, nn.Module))]
-        factories = [factory for each in self.prepared.objectives.values() for factory in each.factories]
+        factories = [factory for objective in self.prepared.objectives.values() for factory in objective.factories]
         return snapshot_model(nn.ModuleList(modules), *losses, *(factories if with_factories else ()))
 
 
@@ -175,5 +180,5 @@ class ReferenceRun(TrainingRecord):
 
     def step_of(self, step: int, replica: int) -> ReferenceStep:
         """Return the record of a replica's step; where all replicas share one record, that one."""
-        each = self.steps[step]
-        return each[replica % len(each)]
+        records = self.steps[step]
+        return records[replica % len(records)]

@@ -39,37 +39,37 @@ from polylane.verify.whole_graph import add_batch_counts, run_graph
 
 def train_reference(training: ComparedTraining) -> ReferenceRun:
     """Train the model of a compiled training in this process; the model itself is changed."""
-    one = ReferenceModel(training)
-    steps, whole_loss = list[tuple[ReferenceStep, ...]](), one.loop.compute_whole_loss()
-    before = one.copy_state()
+    model = ReferenceModel(training)
+    steps, whole_loss = list[tuple[ReferenceStep, ...]](), model.loop.compute_whole_loss()
+    old_state = model.copy_state()
     for number in range(len(training.batches)):
-        (total, count), gradients, floors = one.run_passes(number)
-        one.update_weights(loss=total / count)
-        steps.append((ReferenceStep(total / count, before, one.copy_state(), gradients, floors),))
-        before = steps[-1][0].after
-    set_optimizer_mode(one.optimizer, False)
+        (total, count), gradients, floors = model.run_passes(number)
+        model.update_weights(loss=total / count)
+        steps.append((ReferenceStep(total / count, old_state, model.copy_state(), gradients, floors),))
+        old_state = steps[-1][0].after
+    set_optimizer_mode(model.optimizer, False)
     state = {name: value.detach().clone() for name, value in training.prepared.model.state_dict().items()}
     losses = [step.loss for (step,) in steps]
-    return ReferenceRun(losses, steps[0][0].gradients, state, steps, one.loop.is_eager, whole_loss=whole_loss)
+    return ReferenceRun(losses, steps[0][0].gradients, state, steps, model.loop.is_eager, whole_loss=whole_loss)
 
 
 def remeasure_floors(
-    training: ComparedTraining, reference: ReferenceRun, where: Collection[tuple[int, int]]
+    training: ComparedTraining, reference: ReferenceRun, steps: Collection[tuple[int, int]]
 ) -> dict[tuple[int, int], RoundingFloors]:
     """Return the floors of some steps of some replicas over more tries; the model of this process is changed.
 
     Args:
         training: the training that is compared.
         reference: the run whose steps are repeated, each from its own state.
-        where: (step, replica) of each step that is repeated.
+        steps: (step, replica) of each step that is repeated.
     """
-    found = {}
-    for number, replica in where:
-        step, apart = reference.step_of(number, replica), len(reference.steps[number])
-        one = ReferenceModel(training, replica if apart > 1 else 0, apart)
-        write_tensors(step.before.tensors, one.named_tensors(), lambda name, whole: whole)
-        found[number, replica] = one.run_passes(number, range(TRIES_MORE))[2]
-    return found
+    floors = {}
+    for number, replica in steps:
+        step, replicas = reference.step_of(number, replica), len(reference.steps[number])
+        model = ReferenceModel(training, replica if replicas > 1 else 0, replicas)
+        write_tensors(step.before.tensors, model.named_tensors(), lambda name, tensor: tensor)
+        floors[number, replica] = model.run_passes(number, range(TRIES_MORE))[2]
+    return floors
 
 
 class ReferenceModel:
@@ -93,8 +93,8 @@ class ReferenceModel:
         set_optimizer_mode(self.optimizer, True)
         self.scheduler = build_scheduler(objective.scheduler, self.optimizer)
         # The user's optimizer may leave parameters out, which are then neither clipped nor compared.
-        taken = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        self.trained_parameters = {name: p for name, p in named if id(p) in taken}
+        optimized_ids = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self.trained_parameters = {name: p for name, p in named if id(p) in optimized_ids}
         self.loop = ReferenceLoop(training, self.trained_parameters, replica, replicas)
         # In the warm-up steps of local SGD replicas still share gradients: these steps take whole batches.
         self.whole_loop = ReferenceLoop(training, self.trained_parameters) if replicas > 1 else self.loop
@@ -143,7 +143,7 @@ class ReferenceModel:
 
         def again(attempt: int, permuted: bool) -> MeasuredPass | None:
             # A perturbed pass starts where the step did; afterwards the model is again as the true pass left it.
-            after = snapshot_model(loop.modules, loop.loss)
+            reset = snapshot_model(loop.modules, loop.loss)
             restore()
             nudge_values(loop.modules.parameters(), attempt)
             try:
@@ -153,7 +153,7 @@ class ReferenceModel:
                     raise
                 return None  # the order of the samples means something: the nodes of a graph, where a text begins
             finally:
-                after()
+                reset()
 
         tolerance = self._training.tolerance
         floors = measure_floors(once, again, tolerance, loop.can_permute, tries) if count else RoundingFloors()
@@ -211,7 +211,7 @@ class ReferenceLoop:
     def _choose_loss(self, model: nn.Module, loss: Loss, example: Any) -> tuple[Run, bool]:
         """Return the function that computes the loss, and whether that runs the model itself."""
         leaves, rebuild = flatten(example)
-        self._whole = whole = ModelWithLoss(model, loss, rebuild)
+        self._whole = model_with_loss = ModelWithLoss(model, loss, rebuild)
         promotes = self.training.prepared.in_float64
 
         def by_graph(leaves: Sequence[Any], part: SampleSlice) -> tuple[Tensor, ...]:
@@ -220,7 +220,7 @@ class ReferenceLoop:
 
         def by_model(leaves: Sequence[Any], part: SampleSlice) -> tuple[Tensor, ...]:
             with Promoted() if promotes else self._autocast():
-                result: tuple[Tensor, ...] = whole(*leaves)
+                result: tuple[Tensor, ...] = model_with_loss(*leaves)
             return result
 
         # One device takes the batch whole, unless BatchNorm or random numbers see microbatches, or replicas train on
@@ -306,13 +306,13 @@ class ReferenceLoop:
 
     def _local_ranges(self, samples: int) -> list[tuple[int, int, int]]:
         """Return (microbatch, first, end) of this replica's samples, for every microbatch in which it has any."""
-        found = []
+        shares = []
         for microbatch, (begin, end) in enumerate(
             split_bounds(samples, count_parts(samples, self._microbatches, self._min_samples))
         ):
             start, stop = split_bounds(end - begin, self._replicas)[self._replica]
-            found.append((microbatch, begin + start, begin + stop))
-        return [share for share in found if share[1] < share[2]]
+            shares.append((microbatch, begin + start, begin + stop))
+        return [share for share in shares if share[1] < share[2]]
 
     def _accumulate_gradients(self, step: int, permuted: int | None) -> tuple[float, float]:
         leaves, rebuild = flatten(self.training.batches[step])
@@ -320,24 +320,24 @@ class ReferenceLoop:
         number = self.training.first_step + step
         samples, sampled = sample_count(leaves), self._sampled if len(self._sampled) == len(leaves) else None
         shares = self._local_ranges(samples)
-        own = sum(stop - start for _, start, stop in shares)
+        loss_samples = sum(stop - start for _, start, stop in shares)
         total, count = 0.0, 0.0
-        each = [
+        inputs = [
             _shuffle_samples(take_samples(leaves, start, stop, sampled), stop - start, permuted)
             for _, start, stop in shares
         ]
         parts = [
-            SampleSlice(stop - start, start, samples, i, number, self.training.seed, loss_samples=own)
+            SampleSlice(stop - start, start, samples, i, number, self.training.seed, loss_samples=loss_samples)
             for i, start, stop in shares
         ]
         if not self.is_eager:
             self._running = self.training.compiled_for(step).main_partition.graph
-        parts = add_batch_counts(self._running.code, self.tensors, parts, each, sampled)
-        for (microbatch, start, stop), part, given in zip(shares, parts, each, strict=True):
+        parts = add_batch_counts(self._running.code, self.tensors, parts, inputs, sampled)
+        for (microbatch, start, stop), part, part_inputs in zip(shares, parts, inputs, strict=True):
             drawing = self._drawing(part) if self.is_eager else nullcontext()
             with drawing:
                 try:
-                    result = self._compute_loss(given, part)
+                    result = self._compute_loss(part_inputs, part)
                 except DrawsDiffer:
                     raise
                 except Exception as error:
@@ -348,7 +348,7 @@ class ReferenceLoop:
                     ) from error
                 # A mean is weighted by its part of the samples now. The totals of polylane.Mean are summed as they are,
                 # and divided by the total count after the last microbatch.
-                weight = (stop - start) / own if self._graph.loss_is_mean else 1.0
+                weight = (stop - start) / loss_samples if self._graph.loss_is_mean else 1.0
                 (result[0] * weight).backward()
             if self._graph.loss_is_mean:
                 total, count = total + result[0].item() * (stop - start), count + (stop - start)

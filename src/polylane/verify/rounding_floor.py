@@ -88,12 +88,12 @@ class RoundingFloors:
     gradients: Mapping[str, float] = field(default_factory=dict)
     buffers: Mapping[str, float] = field(default_factory=dict)
 
-    def elementwise_max(self, other: RoundingFloors) -> RoundingFloors:
+    def elementwise_max(self, floors: RoundingFloors) -> RoundingFloors:
         """Return floors that are everywhere the larger ones of both."""
         return RoundingFloors(
-            max(self.loss, other.loss),
-            _merge_larger(self.gradients, other.gradients),
-            _merge_larger(self.buffers, other.buffers),
+            max(self.loss, floors.loss),
+            _merge_larger(self.gradients, floors.gradients),
+            _merge_larger(self.buffers, floors.buffers),
         )
 
 
@@ -107,7 +107,7 @@ Again = Callable[[int, bool], MeasuredPass | None]
 
 
 def measure_floors(
-    once: MeasuredPass, again: Again, tolerance: float, permutes: bool, tries: Sequence[int] = range(TRIES)
+    once: MeasuredPass, remeasure: Again, tolerance: float, permutes: bool, tries: Sequence[int] = range(TRIES)
 ) -> RoundingFloors:
     """Return the largest difference over some tries, for the loss and every gradient and buffer.
 
@@ -116,42 +116,42 @@ def measure_floors(
 
     Args:
         once: the pass that the reference computed.
-        again: computes it once more, with other rounding.
+        remeasure: computes it once more, with other rounding.
         tolerance: largest relative error that counts as rounding.
         permutes: whether samples may be permuted: no random number depends on a sample's place.
         tries: numbers of the tries, which seed the changes.
     """
     floors = RoundingFloors()
     for attempt in tries:
-        other = again(attempt, permutes)
+        nudged_pass = remeasure(attempt, permutes)
         # A loss may depend on the order of its samples (position-dependent targets): its floors are then measured
         # without permutations, or they would hide errors.
-        if permutes and (other is None or not _same_function(once, other, tolerance)):
-            permutes, other = False, again(attempt, False)
-        assert other is not None
-        floors = floors.elementwise_max(_floors_between(once, other))
+        if permutes and (nudged_pass is None or not _same_function(once, nudged_pass, tolerance)):
+            permutes, nudged_pass = False, remeasure(attempt, False)
+        assert nudged_pass is not None
+        floors = floors.elementwise_max(_floors_between(once, nudged_pass))
     return floors
 
 
-def _same_function(once: MeasuredPass, other: MeasuredPass, tolerance: float) -> bool:
+def _same_function(once: MeasuredPass, nudged_pass: MeasuredPass, tolerance: float) -> bool:
     """Return whether permuted samples leave the loss and the gradient, taken as one vector, as they are."""
     largest = max(map(max_magnitude, once.gradients.values()), default=0.0)
-    found = _floors_between(once, other)
+    floors = _floors_between(once, nudged_pass)
     differences = (
-        divide_by_scale(found.loss, abs(once.loss)),
-        *(divide_by_scale(each, largest) for each in found.gradients.values()),
+        divide_by_scale(floors.loss, abs(once.loss)),
+        *(divide_by_scale(floor, largest) for floor in floors.gradients.values()),
     )
     return all(difference <= tolerance for difference in differences)
 
 
-def _floors_between(once: MeasuredPass, other: MeasuredPass) -> RoundingFloors:
-    loss = abs(once.loss - other.loss)
+def _floors_between(once: MeasuredPass, nudged_pass: MeasuredPass) -> RoundingFloors:
+    loss = abs(once.loss - nudged_pass.loss)
     return RoundingFloors(
         loss if loss == loss else 0.0,  # a NaN is no floor: it would excuse every difference
-        _tensor_distances(once.gradients, other.gradients),
-        _tensor_distances(once.buffers, other.buffers),
+        _tensor_distances(once.gradients, nudged_pass.gradients),
+        _tensor_distances(once.buffers, nudged_pass.buffers),
     )
 
 
-def _tensor_distances(once: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: rounding_floor(value, [other[name]]) for name, value in once.items() if name in other}
+def _tensor_distances(once: Mapping[str, Tensor], nudged: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: rounding_floor(value, [nudged[name]]) for name, value in once.items() if name in nudged}

@@ -48,7 +48,7 @@ def replay_updates(training: ComparedTraining, orders: Sequence[Sequence[ServerU
     # Every server repeats its own updates in order. The gradients of a replica's step need the weights that it had read
     # of all servers, so that a server waits here until the others have come to those versions.
     while any(server.next_update for server in servers):
-        before = sum(server.version for server in servers)
+        version_sum = sum(server.version for server in servers)
         for server in servers:
             while (update := server.next_update) is not None:
                 key = update.replica, update.step
@@ -57,21 +57,21 @@ def replay_updates(training: ComparedTraining, orders: Sequence[Sequence[ServerU
                         break  # another server is not yet where this replica read it
                     losses[key], gradients[key] = _take_gradients(servers, replicas, reads[key], update)
                 server.apply_update(update, gradients[key])
-        if sum(server.version for server in servers) == before:
+        if sum(server.version for server in servers) == version_sum:
             raise ValueError("each server's next update waits for another one's: no training has had this order")
     parts = [[losses[r, step] for r in range(count) if (r, step) in losses] for step in steps]
-    means = [sum(total for total, _ in each) / sum(n for _, n in each) for each in parts]
-    first, eager = gradients.get((0, 0), {}), replicas[0].loop.is_eager
-    return ReferenceRun(means, first, _assemble_state(prepared, replicas, servers, steps), [], eager)
+    means = [sum(total for total, _ in step_losses) / sum(n for _, n in step_losses) for step_losses in parts]
+    first_gradients, eager = gradients.get((0, 0), {}), replicas[0].loop.is_eager
+    return ReferenceRun(means, first_gradients, _assemble_state(prepared, replicas, servers, steps), [], eager)
 
 
 def _versions_read(orders: Sequence[Sequence[ServerUpdate]]) -> dict[_Step, list[int]]:
     """Return, for each replica's step, the version of every server's weights that it had read."""
-    found: dict[_Step, list[int]] = {}
+    versions: dict[_Step, list[int]] = {}
     for number, order in enumerate(orders):
         for update in order:
-            found.setdefault((update.replica, update.step), [0] * len(orders))[number] = update.read_version
-    return found
+            versions.setdefault((update.replica, update.step), [0] * len(orders))[number] = update.read_version
+    return versions
 
 
 class _ReplayedServer:
@@ -137,15 +137,15 @@ def _assemble_state(
     steps: range,
 ) -> dict[str, Tensor]:
     # Trained parameters are the servers'; running statistics are averaged by samples; the rest is replica 0's.
-    seen = [sum(map(replica.loop.count_samples, steps)) for replica in replicas]
-    every = [replica.model.state_dict() for replica in replicas]
+    samples = [sum(map(replica.loop.count_samples, steps)) for replica in replicas]
+    states = [replica.model.state_dict() for replica in replicas]
     means = {
-        name: sum((n / sum(seen) * state[name] for n, state in zip(seen, every, strict=True)), torch.zeros(()))
-        for name, value in every[0].items()
+        name: sum((n / sum(samples) * state[name] for n, state in zip(samples, states, strict=True)), torch.zeros(()))
+        for name, value in states[0].items()
         if value.is_floating_point()
     }
     trained = {
         name: parameter.detach().clone() for server in servers for name, parameter in server.trained_parameters.items()
     }
     tied = prepared.main_partition.graph.tied
-    return {name: trained.get(tied.get(name, name), means.get(name, value)) for name, value in every[0].items()}
+    return {name: trained.get(tied.get(name, name), means.get(name, value)) for name, value in states[0].items()}

@@ -54,16 +54,16 @@ class Distances:
     steps: list[dict[What, float]] = field(default_factory=list)
     state: dict[str, float] = field(default_factory=dict)
 
-    def record_distance(self, step: int, what: What, distance: float) -> None:
+    def record_distance(self, step: int, quantity: What, distance: float) -> None:
         """Keep the largest distance of a quantity in a step."""
-        seen = self.steps[step]
-        seen[what] = max(seen.get(what, 0.0), distance)
+        distances = self.steps[step]
+        distances[quantity] = max(distances.get(quantity, 0.0), distance)
 
     def record_tensors(
-        self, step: int, kind: ComparedKind, expected: Mapping[str, Tensor], held: Mapping[str, Tensor], cut: Cut
+        self, step: int, kind: ComparedKind, expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], cut: Cut
     ) -> None:
         """Keep how far a worker's tensors are from the parts of the expected ones that ``cut`` gives."""
-        for name, distance in tensor_differences(expected, held, cut):
+        for name, distance in tensor_differences(expected, tensors, cut):
             self.record_distance(step, (kind, name, ""), distance)
 
 
@@ -83,18 +83,18 @@ class WorkerParts:
         self._keeps_only_shards = plan.sync.shard == "parameters"
         self._shard_spec = ShardSpec(prepared, rank) if rank < plan.workers else None
 
-    def local_part(self, name: str, whole: Tensor) -> Tensor | None:
+    def local_part(self, name: str, tensor: Tensor) -> Tensor | None:
         """Return the part of a weight or buffer that this worker keeps up to date, None for none of it."""
         if self._shard_spec is None:
-            return whole
-        own = self._shard_spec.local_shard(name, whole)
-        return self._job.worker.shard_of(name, own) if self._keeps_only_shards else own
+            return tensor
+        shard = self._shard_spec.local_shard(name, tensor)
+        return self._job.worker.shard_of(name, shard) if self._keeps_only_shards else shard
 
-    def optimizer_part(self, name: str, whole: Tensor) -> Tensor | None:
+    def optimizer_part(self, name: str, tensor: Tensor) -> Tensor | None:
         """Return the part of a parameter that this worker's optimizer updates; a parameter server has all of it."""
         if self._is_server or self._shard_spec is None:
-            return whole
-        return self._job.worker.shard_of(name, self._shard_spec.local_shard(name, whole))
+            return tensor
+        return self._job.worker.shard_of(name, self._shard_spec.local_shard(name, tensor))
 
 
 def train_stepwise(job: Job, training: ComparedTraining, reference: ReferenceRun) -> Distances:
@@ -104,44 +104,46 @@ def train_stepwise(job: Job, training: ComparedTraining, reference: ReferenceRun
     """
     plan, rank = job.plan, job.world.rank
     replica = plan.stage_and_replica(rank)[1] if rank < plan.workers else 0
-    parts, found = WorkerParts(job, training.prepared), Distances(replica)
+    parts, distances = WorkerParts(job, training.prepared), Distances(replica)
     # Gradients can be compared only where they are complete, reduced and clipped: at the optimizer's step itself.
-    for each in job.worker.stepping():
-        _compare_before_step(each, reference, parts, found)
+    for local_optimizer in job.worker.stepping():
+        _compare_before_step(local_optimizer, reference, parts, distances)
     for number, batch in enumerate(training.batches):
-        found.steps.append({})
+        distances.steps.append({})
         step = reference.step_of(number, replica)
         if number:
             _load_reference_state(job, step, parts)
         # A barrier: a server must not get gradients before it has loaded the reference's state.
         job.gathered(None)
-        found.losses.append(job.step(batch).sums)
+        distances.losses.append(job.step(batch).sums)
         gradients = job.whole_gradients()
         # A barrier: a server's weights are compared below, after its last update of this step.
         job.gathered(None)
         # Rank 0 alone receives whole gradients; parameters without a gradient on either side are found here.
         if rank == 0:
             for name, distance in gradient_distances(reference.step_of(number, 0).gradients, gradients):
-                found.record_distance(number, (ComparedKind.GRADIENT, name, ""), distance)
-        after = step.after.tensors
-        found.record_tensors(number, ComparedKind.VALUE, after, job.held(), parts.local_part)
-        for each in job.worker.stepping():
-            found.record_tensors(number, ComparedKind.VALUE, after, each.parameters, parts.optimizer_part)
+                distances.record_distance(number, (ComparedKind.GRADIENT, name, ""), distance)
+        expected = step.after.tensors
+        distances.record_tensors(number, ComparedKind.VALUE, expected, job.held(), parts.local_part)
+        for local_optimizer in job.worker.stepping():
+            distances.record_tensors(
+                number, ComparedKind.VALUE, expected, local_optimizer.parameters, parts.optimizer_part
+            )
             for name, key, distance in memory_differences(
-                step.after, each.optimizer, each.parameters, parts.optimizer_part
+                step.after, local_optimizer.optimizer, local_optimizer.parameters, parts.optimizer_part
             ):
-                found.record_distance(number, (ComparedKind.MEMORY, name, key), distance)
+                distances.record_distance(number, (ComparedKind.MEMORY, name, key), distance)
     state = job.state_dict()
     if rank == 0:
-        found.state = {name: max_difference(value, state[name]) for name, value in reference.state.items()}
-    return found
+        distances.state = {name: max_difference(value, state[name]) for name, value in reference.state.items()}
+    return distances
 
 
 def _load_reference_state(job: Job, step: ReferenceStep, parts: WorkerParts) -> None:
     write_tensors(step.before.tensors, job.held(), parts.local_part)
-    for each in job.worker.stepping():
-        write_tensors(step.before.tensors, each.parameters, parts.optimizer_part)
-        write_memory(step.before, each.optimizer, each.parameters, parts.optimizer_part)
+    for local_optimizer in job.worker.stepping():
+        write_tensors(step.before.tensors, local_optimizer.parameters, parts.optimizer_part)
+        write_memory(step.before, local_optimizer.optimizer, local_optimizer.parameters, parts.optimizer_part)
 
 
 def gradient_distances(expected: Mapping[str, Tensor], got: Mapping[str, Tensor | None]) -> Iterator[tuple[str, float]]:
@@ -150,38 +152,42 @@ def gradient_distances(expected: Mapping[str, Tensor], got: Mapping[str, Tensor 
     Where None and zero lead to different updates (weight decay), the comparison of updates finds it.
     """
     for name in expected.keys() | got.keys():
-        own, other = expected.get(name), got.get(name)
-        like = own if own is not None else other
+        target, actual = expected.get(name), got.get(name)
+        like = target if target is not None else actual
         if like is not None:
             zero = torch.zeros_like(like)
-            yield name, max_difference(zero if own is None else own, zero if other is None else other)
+            yield name, max_difference(zero if target is None else target, zero if actual is None else actual)
 
 
-def _compare_before_step(each: LocalOptimizer, reference: ReferenceRun, parts: WorkerParts, found: Distances) -> None:
+def _compare_before_step(
+    local_optimizer: LocalOptimizer, reference: ReferenceRun, parts: WorkerParts, distances: Distances
+) -> None:
     """Wrap an optimizer's step: compare the gradients that it is to use, and give it the reference's instead."""
-    plain = each.optimizer.step
+    plain = local_optimizer.optimizer.step
 
     @functools.wraps(plain)
     def step(*args: Any, **kwargs: Any) -> Any:
-        number = each.count_updates()
-        expected, cut = reference.step_of(number, found.replica), parts.optimizer_part
+        number = local_optimizer.count_updates()
+        expected, cut = reference.step_of(number, distances.replica), parts.optimizer_part
         gradients = {
             name: parameter.grad
-            for name, parameter in each.parameters.items()
+            for name, parameter in local_optimizer.parameters.items()
             if parameter.grad is not None and name in expected.gradients
         }
-        found.record_tensors(number, ComparedKind.GRADIENT, expected.gradients, gradients, cut)
-        own = {name: gradient.clone() for name, gradient in gradients.items()}
+        distances.record_tensors(number, ComparedKind.GRADIENT, expected.gradients, gradients, cut)
+        old_gradients = {name: gradient.clone() for name, gradient in gradients.items()}
         # In place, since under ZeRO a gradient may be a view of a larger tensor.
         write_tensors(expected.gradients, gradients, cut)
         try:
             result = plain(*args, **kwargs)
         finally:
             for name, gradient in gradients.items():
-                gradient.copy_(own[name])
-        updated = {name: parameter for name, parameter in each.parameters.items() if name in expected.updated}
-        found.record_tensors(number, ComparedKind.UPDATE, expected.updated, updated, cut)
+                gradient.copy_(old_gradients[name])
+        updated = {
+            name: parameter for name, parameter in local_optimizer.parameters.items() if name in expected.updated
+        }
+        distances.record_tensors(number, ComparedKind.UPDATE, expected.updated, updated, cut)
         return result
 
     # Torch's step hooks would not do: an optimizer of the user's own need not call the base class that has them.
-    each.optimizer.step = step  # type: ignore[method-assign]
+    local_optimizer.optimizer.step = step  # type: ignore[method-assign]

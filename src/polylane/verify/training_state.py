@@ -54,7 +54,7 @@ def read_state(
         names: parameter names by ``id`` of the parameter.
     """
     copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    return TrainingState(copies, [_read_memory(each, names) for each in _find_optimizers(optimizer)])
+    return TrainingState(copies, [_read_memory(member, names) for member in _find_optimizers(optimizer)])
 
 
 def _read_memory(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerMemory:
@@ -64,12 +64,14 @@ def _read_memory(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
 
 def _find_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return an optimizer and those that it wraps (in its attributes, or in lists of them)."""
-    found = [optimizer]
-    for each in found:
-        for value in vars(each).values():
+    optimizers = [optimizer]
+    for member in optimizers:
+        for value in vars(member).values():
             inner = value if isinstance(value, (list, tuple)) else [value]
-            found += [o for o in inner if isinstance(o, torch.optim.Optimizer) and all(o is not f for f in found)]
-    return found
+            optimizers += [
+                o for o in inner if isinstance(o, torch.optim.Optimizer) and all(o is not f for f in optimizers)
+            ]
+    return optimizers
 
 
 def _group_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def _group_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, tuple):
-        return all(_is_number(each) for each in value)
+        return all(_is_number(item) for item in value)
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
@@ -86,36 +88,36 @@ def _copy_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {key: _copy_value(each) for key, each in value.items()}
+        return {key: _copy_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_copy_value(each) for each in value)
+        return type(value)(_copy_value(item) for item in value)
     return value
 
 
-def write_tensors(expected: Mapping[str, Tensor], held: Mapping[str, Tensor], cut: Cut) -> None:
+def write_tensors(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], cut: Cut) -> None:
     """Copy whole tensors into a worker's parts of them, in place, so that all that share their memory see it.
 
     Args:
         expected: tensors of the whole model (weights, buffers, gradients), by name.
-        held: this worker's own tensors, or its parts of them, by name.
+        tensors: this worker's own tensors, or its parts of them, by name.
         cut: gives the part of a whole tensor that this worker has.
     """
     with torch.no_grad():
-        for name, tensor in held.items():
-            own = cut(name, expected[name])
-            if own is not None:
-                tensor.copy_(own if own.is_sparse else own.view(tensor.shape))
+        for name, tensor in tensors.items():
+            part = cut(name, expected[name])
+            if part is not None:
+                tensor.copy_(part if part.is_sparse else part.view(tensor.shape))
 
 
 def tensor_differences(
-    expected: Mapping[str, Tensor], held: Mapping[str, Tensor], cut: Cut
+    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], cut: Cut
 ) -> Iterator[tuple[str, float]]:
     """Yield how far a worker's parts of tensors are from the expected ones: name, largest difference."""
-    for name, tensor in held.items():
-        own = cut(name, expected[name])
-        if own is not None:
-            fits = own.numel() == tensor.numel() and not own.is_sparse
-            yield name, max_difference(own.view(tensor.shape) if fits else own, tensor)
+    for name, tensor in tensors.items():
+        part = cut(name, expected[name])
+        if part is not None:
+            fits = part.numel() == tensor.numel() and not part.is_sparse
+            yield name, max_difference(part.view(tensor.shape) if fits else part, tensor)
 
 
 def write_memory(
@@ -129,16 +131,16 @@ def write_memory(
         parameters: the worker's parameters, or parts of them, by the model's names.
         cut: gives the part of a whole tensor that this worker has.
     """
-    for each, memory in zip(_find_optimizers(optimizer), state.memories, strict=True):
-        taken = {id(p) for group in each.param_groups for p in group["params"]}
+    for member, memory in zip(_find_optimizers(optimizer), state.memories, strict=True):
+        optimized_ids = {id(p) for group in member.param_groups for p in group["params"]}
         for name, parameter in parameters.items():
             if name in memory.entries:
                 fit = _make_fit(cut, name, state.tensors[name].shape)
-                each.state[parameter] = _fit_value(each.state.get(parameter, {}), memory.entries[name], fit)
+                member.state[parameter] = _fit_value(member.state.get(parameter, {}), memory.entries[name], fit)
             # The reference has no state for this parameter (it got no gradient yet), so that the worker must have none.
-            elif id(parameter) in taken:
-                each.state.pop(parameter, None)
-        for group, options in zip(each.param_groups, memory.options, strict=True):
+            elif id(parameter) in optimized_ids:
+                member.state.pop(parameter, None)
+        for group, options in zip(member.param_groups, memory.options, strict=True):
             for key, value in options.items():
                 group[key] = _fit_value(group.get(key), value, lambda tensor: tensor)
 
@@ -149,22 +151,24 @@ def _make_fit(cut: Cut, name: str, shape: Sequence[int]) -> Callable[[Tensor], T
     return lambda tensor: cut(name, tensor) if tensor.shape == torch.Size(shape) else tensor
 
 
-def _fit_value(own: Any, value: Any, fit: Callable[[Tensor], Tensor | None]) -> Any:
+def _fit_value(target: Any, value: Any, fit: Callable[[Tensor], Tensor | None]) -> Any:
     """Return a copy of ``value`` for this worker, written into its own tensor where that has the same shape."""
     if isinstance(value, Tensor):
-        mine = fit(value)
-        if mine is None:
-            return own
-        if isinstance(own, Tensor) and own.shape == mine.shape:
+        part = fit(value)
+        if part is None:
+            return target
+        if isinstance(target, Tensor) and target.shape == part.shape:
             with torch.no_grad():
-                own.copy_(mine)
-            return own
-        return mine.detach().clone()
+                target.copy_(part)
+            return target
+        return part.detach().clone()
     if isinstance(value, dict):
-        return {key: _fit_value(own.get(key) if isinstance(own, dict) else None, v, fit) for key, v in value.items()}
+        return {
+            key: _fit_value(target.get(key) if isinstance(target, dict) else None, v, fit) for key, v in value.items()
+        }
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        before = own if isinstance(own, (list, tuple)) and len(own) == len(value) else [None] * len(value)
-        return type(value)(_fit_value(o, each, fit) for o, each in zip(before, value, strict=True))
+        targets = target if isinstance(target, (list, tuple)) and len(target) == len(value) else [None] * len(value)
+        return type(value)(_fit_value(o, item, fit) for o, item in zip(targets, value, strict=True))
     return value
 
 
@@ -181,47 +185,49 @@ def memory_differences(
         parameters: the worker's parameters, or parts of them, by the model's names.
         cut: gives the part of a whole tensor that this worker has.
     """
-    for each, memory in zip(_find_optimizers(optimizer), state.memories, strict=True):
+    for member, memory in zip(_find_optimizers(optimizer), state.memories, strict=True):
         for name, parameter in parameters.items():
-            expected, own = memory.entries.get(name, {}), each.state.get(parameter, {})
+            expected, actual = memory.entries.get(name, {}), member.state.get(parameter, {})
             fit = _make_fit(cut, name, state.tensors[name].shape)
-            for key in expected.keys() | own.keys():
-                yield name, str(key), _value_difference(expected.get(key), own.get(key), fit)
-        for group, options in zip(each.param_groups, memory.options, strict=True):
+            for key in expected.keys() | actual.keys():
+                yield name, str(key), _value_difference(expected.get(key), actual.get(key), fit)
+        for group, options in zip(member.param_groups, memory.options, strict=True):
             for key, value in options.items():
                 yield "", key, _value_difference(value, group.get(key), lambda tensor: tensor)
 
 
-def _value_difference(expected: Any, own: Any, fit: Callable[[Tensor], Tensor | None]) -> float:
+def _value_difference(expected: Any, actual: Any, fit: Callable[[Tensor], Tensor | None]) -> float:
     if isinstance(expected, Tensor):
-        mine = fit(expected)
-        if mine is None:
+        part = fit(expected)
+        if part is None:
             return 0.0
-        return max_difference(mine, own) if isinstance(own, Tensor) else math.inf
-    if isinstance(expected, (int, float)) and isinstance(own, (int, float)):
-        difference = 0.0 if expected == own else abs(expected - own)
+        return max_difference(part, actual) if isinstance(actual, Tensor) else math.inf
+    if isinstance(expected, (int, float)) and isinstance(actual, (int, float)):
+        difference = 0.0 if expected == actual else abs(expected - actual)
         return difference if difference == difference else math.inf
     if isinstance(expected, dict):
-        keys = expected.keys() | (own.keys() if isinstance(own, dict) else set())
+        keys = expected.keys() | (actual.keys() if isinstance(actual, dict) else set())
         return (
-            max((_value_difference(expected.get(k), own.get(k), fit) for k in keys), default=0.0) if own else math.inf
+            max((_value_difference(expected.get(k), actual.get(k), fit) for k in keys), default=0.0)
+            if actual
+            else math.inf
         )
     if isinstance(expected, (list, tuple)):
-        if not isinstance(own, (list, tuple)) or len(own) != len(expected):
+        if not isinstance(actual, (list, tuple)) or len(actual) != len(expected):
             return math.inf
-        return max((_value_difference(a, b, fit) for a, b in zip(expected, own, strict=True)), default=0.0)
-    return 0.0 if type(expected) is type(own) else math.inf
+        return max((_value_difference(a, b, fit) for a, b in zip(expected, actual, strict=True)), default=0.0)
+    return 0.0 if type(expected) is type(actual) else math.inf
 
 
 def measure_memory_sizes(*states: TrainingState) -> dict[tuple[str, str], float]:
     """Return the largest number of every entry over some states, by parameter ("" for options) and key."""
-    found: dict[tuple[str, str], float] = {}
+    sizes: dict[tuple[str, str], float] = {}
     for memory in (memory for state in states for memory in state.memories):
         rows = [*memory.entries.items(), *(("", options) for options in memory.options)]
         for name, entries in rows:
             for key, value in entries.items():
-                found[name, str(key)] = max(found.get((name, str(key)), 0.0), _value_size(value))
-    return found
+                sizes[name, str(key)] = max(sizes.get((name, str(key)), 0.0), _value_size(value))
+    return sizes
 
 
 def _value_size(value: Any) -> float:

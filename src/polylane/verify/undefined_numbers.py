@@ -23,11 +23,11 @@ def refuse_undefined_numbers(reference: ReferenceRun) -> None:
     Raises:
         PolylaneError: there is such a number; the message names the first of them, and its step.
     """
-    found = next(_find_undefined(reference), None)
-    if found is not None:
+    description = next(_find_undefined(reference), None)
+    if description is not None:
         raise PolylaneError(
-            f"{found} on one worker: there is nothing that a plan could be compared with; mend the "
-            f"{'loss' if found.startswith('the loss') else 'model'}, or verify fewer steps"
+            f"{description} on one worker: there is nothing that a plan could be compared with; mend the "
+            f"{'loss' if description.startswith('the loss') else 'model'}, or verify fewer steps"
         )
 
 
@@ -39,7 +39,7 @@ def _find_undefined(reference: ReferenceRun) -> Iterator[str]:
         if number == 0:  # a replay records no other gradients
             yield from (f"the gradient of {name} holds NaN in step 1" for name in _find_nan(reference.gradients))
         for step in reference.steps[number] if reference.steps else ():
-            yield from (f"{what} holds NaN in step {number + 1}" for what in _find_in_step(step))
+            yield from (f"{label} holds NaN in step {number + 1}" for label in _find_in_step(step))
     yield from (f"{name} holds NaN after the last step" for name in _find_nan(reference.state))
 
 

@@ -79,21 +79,21 @@ class _TracingRunner(StageRunner):
 
     def run_code(self, inputs: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice) -> tuple[Any, ...]:
         self.trace.weights[part.microbatch], self.trace.samples[part.microbatch] = part.weight, part.samples
-        kept, code = KeptValues(torch.is_grad_enabled()), self.code_for(part.samples)
+        kept_values, code = KeptValues(torch.is_grad_enabled()), self.code_for(part.samples)
         roles = iter(code.roles)
 
         def observe(node: fx.Node, value: Any) -> None:
             if isinstance(value, Tensor) and node.meta.get("stands", True):
-                kept(node.meta["name"], value)
+                kept_values(node.meta["name"], value)
 
         interpreter = ObservingInterpreter(
             code.graph, lambda node: self.resolve_argument(next(roles), inputs, leaves, part), observe
         )
         result = tuple(interpreter.run())
         if torch.is_grad_enabled():
-            self.kept_gradients[part.microbatch] = kept
+            self.kept_gradients[part.microbatch] = kept_values
         else:
-            self._keep_values(part.microbatch, kept)
+            self._keep_values(part.microbatch, kept_values)
         return result
 
     def backward(self, microbatch: int, gradients: Mapping[str, Tensor], seed: Tensor | None) -> dict[str, Tensor]:
@@ -108,8 +108,8 @@ class _TracingRunner(StageRunner):
         self._keep_values(microbatch, self.kept_gradients.pop(microbatch))
         return result
 
-    def _keep_values(self, microbatch: int, kept: KeptValues) -> None:
-        self.trace.values |= {(microbatch, name): value for name, value in kept.values.items()}
+    def _keep_values(self, microbatch: int, kept_values: KeptValues) -> None:
+        self.trace.values |= {(microbatch, name): value for name, value in kept_values.values.items()}
 
 
 def trace_pass(training: ComparedTraining, world: World, step: int, backward: bool) -> ValueTrace:
@@ -124,13 +124,13 @@ def trace_pass(training: ComparedTraining, world: World, step: int, backward: bo
     prepared, batch = training.prepared, training.batches[step]
     role = TrainingRole(prepared, world, example=batch, seed=training.seed)
     programs = lower_programs(prepared, prepared.main, training=backward)
-    whole = Batch.whole(batch)
-    worker = role.lane(programs, whole.samples).executor
+    whole_batch = Batch.whole(batch)
+    worker = role.lane(programs, whole_batch.samples).executor
     replica = 0 if "data" in worker.mesh.axes else worker.program.replica
-    own = ValueTrace(worker.program.stage, replica, worker.mesh.coordinates)
+    trace = ValueTrace(worker.program.stage, replica, worker.mesh.coordinates)
     # The same stage code on the same tensors, so that what is traced is what training runs.
-    worker.runners = {stage: _TracingRunner(**vars(runner), trace=own) for stage, runner in worker.runners.items()}
+    worker.runners = {stage: _TracingRunner(**vars(runner), trace=trace) for stage, runner in worker.runners.items()}
     with torch.set_grad_enabled(backward), allow_own_calls():
-        worker.run(whole, step, training.seed, lambda state: None)
+        worker.run(whole_batch, step, training.seed, lambda state: None)
     role.close()
-    return own
+    return trace

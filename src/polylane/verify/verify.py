@@ -92,7 +92,7 @@ def verify(
     refuse_unusable_modules(model)
     if is_on_meta(model):  # the reference trains all weights in one process
         model = copied_module(model)
-        materialize(model, init, seed, torch.device("cpu"), lambda name, whole: whole)
+        materialize(model, init, seed, torch.device("cpu"), lambda name, tensor: tensor)
     modules = nn.ModuleList([model, *([objective.loss] if isinstance(objective.loss, nn.Module) else [])])
     # The model itself: a copy would lack what refers to its parameters (hooks, optimizers in them, closures).
     with cast_module(modules, torch.float64):
@@ -143,28 +143,28 @@ def verify_compiled(
     proof = _Verification(prepared, batches, clip_norm, seed, tolerance)
     # Every run is in forked processes: each starts from the same weights, and changes only its own copy of them.
     replayed = prepared.plan.is_asynchronous or (sync.has_servers and sync.is_replica_local)
-    found = proof.compare_replayed() if replayed else proof.compare_stepwise()
-    unequal = _differing_bits(found.held)
+    comparison = proof.compare_replayed() if replayed else proof.compare_stepwise()
+    unequal = _differing_bits(comparison.held)
     return Verdict(
         # Small errors are not enough: workers with the same weight must have the same bits of it, or they diverge.
-        passed=found.worst <= tolerance and not unequal,
+        passed=comparison.worst <= tolerance and not unequal,
         plan=prepared.plan.spec,
         workers=prepared.plan.processes,
         steps=len(batches),
         tolerance=tolerance,
-        reference=_describe_reference(found.reference, prepared),
-        losses=tuple(zip(found.reference.losses, found.losses, strict=True)),
-        loss_error=found.loss_error,
-        deviations=found.deviations,
-        worst=found.worst,
+        reference=_describe_reference(comparison.reference, prepared),
+        losses=tuple(zip(comparison.reference.losses, comparison.losses, strict=True)),
+        loss_error=comparison.loss_error,
+        deviations=comparison.deviations,
+        worst=comparison.worst,
         replicas_equal=not unequal,
-        culprit=found.culprit or (f"every number agrees; the bits of {unequal[0]} do not" if unequal else None),
-        undetermined=found.undetermined,
-        free=found.free,
+        culprit=comparison.culprit or (f"every number agrees; the bits of {unequal[0]} do not" if unequal else None),
+        undetermined=comparison.undetermined,
+        free=comparison.free,
         rule=_describe_rule(prepared.plan),
         microbatches=prepared.plan.microbatches,
         split=describe_split_dependence([prepared.main_partition.graph]) if prepared.plan.microbatches > 1 else "",
-        whole_loss=found.reference.whole_loss,
+        whole_loss=comparison.reference.whole_loss,
     )
 
 
@@ -198,9 +198,9 @@ class _Verification(ComparedTraining):
         judgement = judge_differences(self, reference, losses, workers)
         # The first floors come from a few tries and may be too low. Before a step fails, its floors are measured again
         # over more tries: only a difference that these do not explain either is an error.
-        if where := find_wrong_steps(reference, workers, judgement):
-            more = self._run_in_one_process(lambda: remeasure_floors(self, reference, where))
-            judgement = judge_differences(self, reference, losses, workers, more)
+        if wrong_steps := find_wrong_steps(reference, workers, judgement):
+            new_floors = self._run_in_one_process(lambda: remeasure_floors(self, reference, wrong_steps))
+            judgement = judge_differences(self, reference, losses, workers, new_floors)
         names = [name for name in reference.state if reference.state[name].numel()]
         undetermined = [
             f"{'gradient of' if kind is ComparedKind.GRADIENT else 'buffer'} {name}"
@@ -241,7 +241,7 @@ class _Verification(ComparedTraining):
         write_tensors(
             reference.step_of(number, 0).before.tensors,
             {**model.parameters(), **model.buffers()},
-            lambda name, whole: whole,
+            lambda name, tensor: tensor,
         )
         culprit = find_first_difference(self, judgement.wrong_in_step(number))
         restore()
@@ -282,7 +282,9 @@ def _build_deviations(prepared: CompiledTraining, names: Sequence[str], judgemen
     """Return the worst errors of each parameter and buffer, a tied weight once; those of a loss module come last."""
     of = judgement.error_of
     compared = [name for errors in judgement.errors for kind, name, _ in errors if kind is ComparedKind.VALUE]
-    every = [name for name in dict.fromkeys([*names, *compared]) if name not in prepared.main_partition.graph.tied]
+    untied_names = [
+        name for name in dict.fromkeys([*names, *compared]) if name not in prepared.main_partition.graph.tied
+    ]
     return tuple(
         Deviation(
             name,
@@ -290,7 +292,7 @@ def _build_deviations(prepared: CompiledTraining, names: Sequence[str], judgemen
             max(of(ComparedKind.VALUE, name) or 0.0, judgement.state.get(name, 0.0)),
             of(ComparedKind.MEMORY, name),
         )
-        for name in every
+        for name in untied_names
     )
 
 
@@ -311,16 +313,16 @@ def _refuse_lossy_sync(plan: Plan) -> None:
 def _describe_reference(reference: ReferenceRun, prepared: CompiledTraining) -> str:
     """Describe in words what the plan is compared with."""
     plan, code = prepared.plan, prepared.main_partition.graph.code
-    what = "the plain model" if reference.eager else "the model's captured graph, run whole"
+    subject = "the plain model" if reference.eager else "the model's captured graph, run whole"
     if plan.is_asynchronous:
-        return f"{what}, each batch on the weights that its stages had, in one process"
+        return f"{subject}, each batch on the weights that its stages had, in one process"
     if plan.sync.has_servers and plan.sync.is_replica_local:
-        return f"{what}, a copy for each replica and server in one process, in the order that the servers recorded"
+        return f"{subject}, a copy for each replica and server in one process, in the order that the servers recorded"
     if plan.sync.is_replica_local:
-        return f"{what}, a copy for each replica in one process"
+        return f"{subject}, a copy for each replica in one process"
     if plan.microbatches > 1 and depends_on_split(code):
-        return f"{what}, with the plan's microbatches"
-    return f"{what}, on whole batches"
+        return f"{subject}, with the plan's microbatches"
+    return f"{subject}, on whole batches"
 
 
 def _describe_rule(plan: Plan) -> str:
@@ -330,10 +332,10 @@ def _describe_rule(plan: Plan) -> str:
     return ",".join(plan.sync.to_words()) if plan.sync.is_replica_local else ""
 
 
-def _differing_bits(held: Sequence[Mapping[str, str]]) -> list[str]:
+def _differing_bits(digests: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the names of tensor parts of which two workers hold different bits."""
-    seen: dict[str, str] = {}
-    return [name for worker in held for name, bits in worker.items() if seen.setdefault(name, bits) != bits]
+    first_bits: dict[str, str] = {}
+    return [name for worker in digests for name, bits in worker.items() if first_bits.setdefault(name, bits) != bits]
 
 
 # ---- copies in float64 of what is compared ---------------------------------------------------------------------------

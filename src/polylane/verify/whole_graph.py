@@ -42,17 +42,17 @@ def add_batch_counts(
     if not counts or len(parts) < 2:
         return list(parts)
     split = sampled or sampled_leaves(leaves[0])
-    joined = [torch.cat(each) if cut else each[0] for each, cut in zip(zip(*leaves, strict=True), split, strict=True)]
+    joined = [torch.cat(rows) if cut else rows[0] for rows, cut in zip(zip(*leaves, strict=True), split, strict=True)]
     samples = sum(part.samples for part in parts)
     # Only the nodes that counts depend on are run: counts are functions of inputs, constants and buffers alone.
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
 
     def look(name: str, value: Tensor) -> None:
-        found[name] = value.clone()  # a buffer as it is before any part has written it
+        values[name] = value.clone()  # a buffer as it is before any part has written it
 
     with torch.no_grad():
         run_graph(code, tensors, joined, SampleSlice(samples, batch=samples), look, only=find_ancestors(counts))
-    return [replace(part, whole=lambda key, own: found[key]) for part in parts]
+    return [replace(part, whole=lambda key, local_value: values[key]) for part in parts]
 
 
 def run_graph(
@@ -100,8 +100,8 @@ def run_graph(
     return result
 
 
-def _whole_batch_number(node: fx.Node, part: SampleSlice, _: SampleSlice, own: Any = None) -> Any:
+def _whole_batch_number(node: fx.Node, part: SampleSlice, _: SampleSlice, local_value: Any = None) -> Any:
     """Return the value of an operator that stands for a number of the whole batch: a count, or the batch's share."""
     if isinstance(node.target, BatchShare):
         return float(((part.loss_samples or part.batch or part.samples) / part.samples) ** node.target.power)
-    return own if part.whole is None else part.whole(str(node.meta["name"]), own)
+    return local_value if part.whole is None else part.whole(str(node.meta["name"]), local_value)

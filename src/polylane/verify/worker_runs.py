@@ -30,7 +30,7 @@ def run_on_workers(training: ComparedTraining, *runs: Callable[[Job], Any]) -> l
         runs: called with a new job on every process, one after the other.
     """
     if len(runs) > 1 and not can_start_again(training):
-        return [each for run in runs for each in run_on_workers(training, run)]
+        return [result for run in runs for result in run_on_workers(training, run)]
 
     @allow_own_calls()  # a proof looks at what each worker holds, and puts whole weights back between runs
     def run_each(context: WorkerContext) -> list[Any]:
@@ -42,7 +42,7 @@ def run_on_workers(training: ComparedTraining, *runs: Callable[[Job], Any]) -> l
             results.append(_run_job(training, run))
         return results
 
-    return [list(each) for each in zip(*fork_workers(run_each, training.prepared.plan.processes), strict=True)]
+    return [list(results) for results in zip(*fork_workers(run_each, training.prepared.plan.processes), strict=True)]
 
 
 def _run_job(training: ComparedTraining, run: Callable[[Job], Any]) -> Any:
@@ -69,8 +69,8 @@ def record_start(training: ComparedTraining) -> Callable[[], None]:
     restore = training.snapshot(with_factories=True)
 
     def start_again() -> None:
-        for parameter, whole in data:
-            replace_data(parameter, whole)
+        for parameter, full_tensor in data:
+            replace_data(parameter, full_tensor)
         restore()
 
     return start_again

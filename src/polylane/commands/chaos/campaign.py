@@ -53,8 +53,8 @@ def run(request: ChaosRequest) -> bool:
         PolylaneError: an option, the recipe or a plan is wrong, or an unbroken training does not end well.
     """
     plans = _read_plans(request)
-    known = list(FaultKind)
-    kinds = _choose("--only", request.only, known) or known
+    all_kinds = list(FaultKind)
+    kinds = _choose("--only", request.only, all_kinds) or all_kinds
     transports = _choose("--transport", request.transports, TRANSPORTS) or TRANSPORTS
     launchers = _choose("--launcher", request.launchers, LAUNCHERS) or LAUNCHERS[:1]
     if request.steps < FEWEST_INTERVALS * request.save_every:
@@ -66,13 +66,15 @@ def run(request: ChaosRequest) -> bool:
     if not can_mount:
         print("polylane: disks cannot be mounted here: a full one is a limit on files in place", file=sys.stderr)
     kinds = _leave_out(kinds, launchers)
-    courses = [Course(plan, each, how) for plan in plans for each in transports for how in launchers]
-    on_torchrun = [each for each in courses if each.launcher == "torchrun" and plans[each.plan].processes > 1]
+    courses = [
+        Course(plan, transport, launcher) for plan in plans for transport in transports for launcher in launchers
+    ]
+    on_torchrun = [course for course in courses if course.launcher == "torchrun" and plans[course.plan].processes > 1]
     hosts = _make_hosts(bool(on_torchrun), bool(request.only)) if FaultKind.LINK in kinds else None
     if hosts is None:
         kinds = [kind for kind in kinds if kind is not FaultKind.LINK]
     else:
-        courses += [replace(each, hosts=2) for each in on_torchrun]
+        courses += [replace(course, hosts=2) for course in on_torchrun]
     from polylane.commands.chaos.trials import Bench
     from polylane.commands.running import worker  # noqa: F401  what trainings are forked from has imported everything
 
@@ -104,11 +106,11 @@ def _raise_on_sigterm() -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         raise Stopped(number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    old_handler = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
 
 
 def _read_plans(request: ChaosRequest) -> dict[str, Spec | Plan]:
@@ -122,16 +124,16 @@ def _read_plans(request: ChaosRequest) -> dict[str, Spec | Plan]:
     return {text: inputs.read_plan(text) for text in request.plans}
 
 
-def _choose(option: str, names: Sequence[str], known: Sequence[T]) -> list[T]:
+def _choose(option: str, names: Sequence[str], choices: Sequence[T]) -> list[T]:
     """Return those of the known items that an option names.
 
     Raises:
         PolylaneError: a name is not known.
     """
     for name in names:
-        if name not in known:
-            raise PolylaneError(f"{option} {name}: there is no such thing, known are {', '.join(map(str, known))}")
-    return [each for each in known if each in names]
+        if name not in choices:
+            raise PolylaneError(f"{option} {name}: there is no such thing, known are {', '.join(map(str, choices))}")
+    return [choice for choice in choices if choice in names]
 
 
 def _leave_out(kinds: Sequence[FaultKind], launchers: Sequence[str]) -> list[FaultKind]:
@@ -156,12 +158,12 @@ def _make_hosts(has_courses: bool, is_asked: bool) -> TwoHosts | None:
     """
     why = "a link is one of two hosts, whose workers torchrun starts: give --launcher torchrun, a plan of two workers"
     if has_courses:
-        made = TwoHosts.make()
-        if isinstance(made, TwoHosts):
+        result = TwoHosts.make()
+        if isinstance(result, TwoHosts):
             # Else torch warns that no name service knows the hosts; it reads this as it is imported.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            return made
-        why = f"two hosts, namespaces of this machine, cannot be made here: {made}"
+            return result
+        why = f"two hosts, namespaces of this machine, cannot be made here: {result}"
         if not is_asked:
             print(f"polylane: no link drops: {why}", file=sys.stderr)
     if is_asked:
@@ -202,11 +204,11 @@ def _try_faults(
             break
         plan = plans[course.plan]
         unbroken = _train_unbroken(bench, course, plan)
-        place = bench.folder / f"trial-{number}"
-        place.mkdir()
+        folder = bench.folder / f"trial-{number}"
+        folder.mkdir()
         steps = request.steps, request.save_every
         disk = can_mount and kind is FaultKind.FULL_DISK
-        fault = draw_fault(random_, kind, _find_ranks(kind, plan), *steps, disk, place / "log")
+        fault = draw_fault(random_, kind, _find_ranks(kind, plan), *steps, disk, folder / "log")
         trial = bench.try_fault(number, course, unbroken, fault)
         exact = not (plan.sync.has_servers and plan.sync.is_replica_local)
         judge_trial(trial, unbroken, request.save_every, exact)
@@ -215,7 +217,7 @@ def _try_faults(
         if not request.json:
             _print_trial(trial)
         if not trial.broken:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _find_ranks(kind: FaultKind, plan: Spec | Plan) -> Sequence[int]:
@@ -240,19 +242,19 @@ def _train_unbroken(bench: Bench, course: Course, plan: Spec | Plan) -> Unbroken
     """
     from polylane.commands.chaos.trials import Unbroken
 
-    found = bench.train_unbroken(course, plan.processes)
-    if not isinstance(found, Unbroken):
-        raise PolylaneError(f"{course}: the training does not end well by itself: {_describe_end(found)}")
-    return found
+    outcome = bench.train_unbroken(course, plan.processes)
+    if not isinstance(outcome, Unbroken):
+        raise PolylaneError(f"{course}: the training does not end well by itself: {_describe_end(outcome)}")
+    return outcome
 
 
 def _describe_end(ending: Ending) -> str:
     """Return what a training said last of its end, with the exception below that where a worker raised one."""
     lines = [line for line in ending.text.splitlines() if line.strip()]
-    said = [i for i, line in enumerate(lines) if line.startswith("polylane: ")]
-    if not said:
+    indices = [i for i, line in enumerate(lines) if line.startswith("polylane: ")]
+    if not indices:
         return f"it ended with code {ending.code}"
-    sentence, below = lines[said[-1]].removeprefix("polylane: "), lines[said[-1] + 1 :]
+    sentence, below = lines[indices[-1]].removeprefix("polylane: "), lines[indices[-1] + 1 :]
     return f"{sentence} ({below[-1].strip()})" if below and below[0].startswith("Traceback") else sentence
 
 
@@ -261,12 +263,12 @@ def _describe_end(ending: Ending) -> str:
 
 def _print_trial(trial: FaultTrial) -> None:
     facts, fault = trial.facts, trial.fault
-    where = f"rank {fault.rank}, step {facts['step'] or fault.step}, {fault.recovery}"
-    said = [f"{facts['seconds']:.1f} s"] if facts["seconds"] is not None else []
-    said += [format_plural(facts["redone"], "step") + " again"] if facts["redone"] is not None else []
-    outcome = "; ".join(trial.broken) if trial.broken else ", ".join(said) or "went on"
+    description = f"rank {fault.rank}, step {facts['step'] or fault.step}, {fault.recovery}"
+    notes = [f"{facts['seconds']:.1f} s"] if facts["seconds"] is not None else []
+    notes += [format_plural(facts["redone"], "step") + " again"] if facts["redone"] is not None else []
+    outcome = "; ".join(trial.broken) if trial.broken else ", ".join(notes) or "went on"
     print_line(
-        f"{trial.number:4d}  {fault.kind}, {where}: {trial.course}: {'BROKEN: ' if trial.broken else ''}{outcome}"
+        f"{trial.number:4d}  {fault.kind}, {description}: {trial.course}: {'BROKEN: ' if trial.broken else ''}{outcome}"
     )
     sys.stdout.flush()
 
@@ -303,14 +305,14 @@ def _print_outcome(request: ChaosRequest, trials: Sequence[FaultTrial]) -> None:
         print_json({"recipe": request.recipe, "seed": request.seed, "broken": len(broken), "faults": data})
         return
     groups = defaultdict[tuple[str, str], list[dict[str, Any]]](list)
-    for each in data:
-        groups[each["fault"], each["plan"]].append(each)
+    for facts in data:
+        groups[facts["fault"], facts["plan"]].append(facts)
     columns = ("struck", "named", "s to name", "s to end or work", "steps again", "laws kept")
     table = make_table("", "fault", "plan", *columns, left=("fault", "plan"))
     for (fault, plan), group in sorted(groups.items()):
         table.add_row(MEANINGS[FaultKind(fault)], plan, *_summarize(group))
     console().print(table)
-    struck = sum(each["struck"] for each in data)
+    struck = sum(facts["struck"] for facts in data)
     print(f"{format_plural(len(data), 'fault')}, {struck} struck; {len(data) - len(broken)} kept every law")
     for trial in broken:
         print_line(f"broken by {trial.number}, see {Path(trial.fault.log).parent}: {'; '.join(trial.broken)}")
@@ -320,11 +322,11 @@ def _summarize(group: Sequence[dict[str, Any]]) -> list[str]:
     """Return the cells of a row: counts, and the largest of each figure."""
 
     def largest(name: str, form: str) -> str:
-        known = [each[name] for each in group if each[name] is not None]
-        return format(max(known), form) if known else "-"
+        values = [facts[name] for facts in group if facts[name] is not None]
+        return format(max(values), form) if values else "-"
 
-    named = sum(each["named_seconds"] is not None for each in group)
-    kept = sum(not each["broken"] for each in group)
+    named = sum(facts["named_seconds"] is not None for facts in group)
+    pass_count = sum(not facts["broken"] for facts in group)
     figures = [largest("named_seconds", ".1f"), largest("seconds", ".1f"), largest("redone", "d")]
-    counts = [f"{count}/{len(group)}" for count in (sum(each["struck"] for each in group), named)]
-    return [*counts, *figures, f"{kept}/{len(group)}"]
+    counts = [f"{count}/{len(group)}" for count in (sum(facts["struck"] for facts in group), named)]
+    return [*counts, *figures, f"{pass_count}/{len(group)}"]

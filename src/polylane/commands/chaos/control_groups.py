@@ -17,10 +17,10 @@ REMOVE_SECONDS = 5.0  # wait for the processes of a group to be gone
 
 def can_hold(controller: Path) -> bool:
     """Return whether this user may make groups of a controller."""
-    place = controller / f"polylane-{os.getpid()}"
+    group = controller / f"polylane-{os.getpid()}"
     try:
-        place.mkdir()
-        place.rmdir()
+        group.mkdir()
+        group.rmdir()
     except OSError:
         return False
     return (controller / "cgroup.procs").exists()
@@ -33,30 +33,30 @@ def name_group(controller: Path, log: Path) -> Path:
 
 def freeze_process(pid: int, log: Path) -> None:
     """Freeze a process; the call does not return where it is this one."""
-    place = _take_in(pid, name_group(FREEZER, log))
-    (place / "freezer.state").write_text("FROZEN")
+    group = _take_in(pid, name_group(FREEZER, log))
+    (group / "freezer.state").write_text("FROZEN")
 
 
 def forbid_processes(pid: int, log: Path) -> None:
     """Let a process start no other one, nor a thread."""
-    place = _take_in(pid, name_group(PIDS, log))
-    (place / "pids.max").write_text((place / "pids.current").read_text())
+    group = _take_in(pid, name_group(PIDS, log))
+    (group / "pids.max").write_text((group / "pids.current").read_text())
 
 
-def _take_in(pid: int, place: Path) -> Path:
-    place.mkdir(exist_ok=True)
-    (place / "cgroup.procs").write_text(str(pid))
-    return place
+def _take_in(pid: int, group: Path) -> Path:
+    group.mkdir(exist_ok=True)
+    (group / "cgroup.procs").write_text(str(pid))
+    return group
 
 
 def release(log: Path) -> None:
     """Thaw what the faults of a log have frozen, and remove their groups."""
     for controller in (FREEZER, PIDS):
-        place = name_group(controller, log)
+        group = name_group(controller, log)
         with suppress(OSError):
-            (place / "freezer.state").write_text("THAWED")
+            (group / "freezer.state").write_text("THAWED")
         deadline = time.monotonic() + REMOVE_SECONDS
-        while place.exists() and time.monotonic() < deadline:
+        while group.exists() and time.monotonic() < deadline:
             with suppress(OSError):  # processes are in it
-                place.rmdir()
+                group.rmdir()
             time.sleep(0.02)

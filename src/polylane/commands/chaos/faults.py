@@ -206,14 +206,14 @@ def draw_fault(
     """
     rank, delay = random_.choice(ranks), random_.random()
     recovery = random_.choice(("restart", "resume")) if kind in DEATHS | HANGS | DAMAGES else "resume"
-    first, last = 2, steps - 2
+    first_step, last_step = 2, steps - 2
     if kind is FaultKind.LINK:
         recovery = random_.choice(("none", "restart", "resume"))
     if kind in DAMAGES:  # there are two checkpoints by then
-        first = min(2 * save_every + 2, last)
+        first_step = min(2 * save_every + 2, last_step)
     if kind is FaultKind.FULL_DISK:
-        recovery, last = "none", max(first, steps - 4 * save_every)
+        recovery, last_step = "none", max(first_step, steps - 4 * save_every)
     elif kind in GOES_ON:
-        recovery, last = "none", steps - 2 * save_every
-    step = random_.randint(first, max(first, last))
+        recovery, last_step = "none", steps - 2 * save_every
+    step = random_.randint(first_step, max(first_step, last_step))
     return Fault(kind, rank, step, delay, recovery, 2 * save_every, disk, str(log))  # type: ignore[arg-type]

@@ -127,16 +127,16 @@ class Injector:
         assert self._fault is not None
         self._is_armed = False
         # A folder that gets its name while they are listed is missed by one of two looks at most.
-        now = sorted({name for _ in range(2) for name in self._list_folders()})
+        folders = sorted({name for _ in range(2) for name in self._list_folders()})
         step = self._job.position.step + 1
-        self._log.write("struck", rank=self._job.world.rank, step=step, kind=self._fault.kind, folders=now, **facts)
+        self._log.write("struck", rank=self._job.world.rank, step=step, kind=self._fault.kind, folders=folders, **facts)
 
     def _list_folders(self) -> list[str]:
         return [] if self._checkpoints is None else [folder.name for folder in self._checkpoints.glob("*")]
 
-    def raise_error(self, where: str) -> None:
+    def raise_error(self, target: str) -> None:
         """Raise as the user's code would."""
-        raise InjectedError(f"injected into the {where}")
+        raise InjectedError(f"injected into the {target}")
 
     def _prepare(self) -> Any:
         """Have the fault strike this step, and return what the step is made in."""
@@ -151,8 +151,8 @@ class Injector:
         elif kind in (FaultKind.FORWARD, FaultKind.BACKWARD, FaultKind.INTERPRETER):
             return _FaultyOperators(self)
         elif kind is FaultKind.OPTIMIZER:
-            for each in self._job.worker.stepping():
-                each.optimizer.register_step_pre_hook(lambda *_: self._raise_in_optimizer())
+            for local_optimizer in self._job.worker.stepping():
+                local_optimizer.optimizer.register_step_pre_hook(lambda *_: self._raise_in_optimizer())
             self._is_armed = False
         elif kind is FaultKind.FULL_DISK:
             self._fill_disk()
@@ -195,12 +195,12 @@ class Injector:
             forbid_processes(os.getpid(), self._log.path)
             subprocess.run([sys.executable, "-c", ""], check=True)
             return
-        least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1, most))  # what is open stays open
+        soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard_limit))  # what is open stays open
         try:
             os.close(os.open(os.devnull, os.O_RDONLY))
         finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard_limit))
 
     # What raises ------------------------------------------------------------------------------------------------------
 
@@ -273,8 +273,8 @@ class Injector:
             with suppress(OSError), self._filler.open("wb", buffering=0) as file:
                 while file.write(bytes(1 << 16)):
                     pass
-            left = shutil.disk_usage(self._filler.parent).free
-            self.strike(filled=self._filler.stat().st_size, left=left)
+            free_bytes = shutil.disk_usage(self._filler.parent).free
+            self.strike(filled=self._filler.stat().st_size, left=free_bytes)
         else:
             self.strike(limited=True)
             self._limit_files(0)
@@ -332,7 +332,7 @@ class _FaultyOperators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         in_backward = torch._C._current_graph_task_id() != -1
         differentiable = torch.is_grad_enabled() and any(
-            isinstance(each, torch.Tensor) and each.requires_grad for each in args
+            isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args
         )
         if self._injector.is_struck(differentiable, in_backward):
             self._injector.count_operator()

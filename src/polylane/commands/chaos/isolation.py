@@ -51,35 +51,35 @@ def unmount_disk(folder: Path) -> None:
 def list_children() -> list[int]:
     """Return the process ids of this process's children, zombies too."""
     lists = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for each in lists for pid in each.read_text().split()]
+    return [int(pid) for path in lists for pid in path.read_text().split()]
 
 
-def end_orphans(known: frozenset[int] = frozenset()) -> list[str]:
+def end_orphans(known_pids: frozenset[int] = frozenset()) -> list[str]:
     """Wait a little for processes that a training has left behind, and end those that are still there.
 
     Args:
-        known: children that belong to this process itself.
+        known_pids: children that belong to this process itself.
 
     Returns:
         The command lines of those that had to be ended.
     """
     deadline = time.monotonic() + SETTLE_SECONDS
-    while (left := _reap(known)) and time.monotonic() < deadline:
+    while (orphans := _reap(known_pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    found = [f"{pid}: {_read_command(pid)}" for pid in left]
-    for pid in left:
+    descriptions = [f"{pid}: {_read_command(pid)}" for pid in orphans]
+    for pid in orphans:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    while left:
+    while orphans:
         time.sleep(0.02)
-        left = _reap(known)
-    return found
+        orphans = _reap(known_pids)
+    return descriptions
 
 
-def _reap(known: frozenset[int]) -> list[int]:
+def _reap(known_pids: frozenset[int]) -> list[int]:
     """Return the children that live, after those that ended are taken away."""
     living = []
-    for pid in set(list_children()) - known:
+    for pid in set(list_children()) - known_pids:
         with suppress(ChildProcessError):
             if os.waitpid(pid, os.WNOHANG)[0] == 0:
                 living.append(pid)

@@ -49,7 +49,7 @@ def run_command(
     variables: Mapping[str, str],
     limit: float,
     hosts: TwoHosts | None = None,
-    tend: Tend = lambda said: None,
+    tend: Tend = lambda lines: None,
     is_stdout_full: bool = False,
 ) -> Ending:
     """Run ``polylane WORDS`` with what :mod:`.faulty_train` puts into its workers, and wait for its end.
@@ -81,16 +81,16 @@ def run_command(
             launched = _start_on_hosts(hosts, meanwhile, ranks, words, environment, out, error)
         for pid, poll in launched:
             meanwhile.callback(_end, pid, poll)  # also where this command itself is broken off
-        deadline, said, at = time.time() + limit, list[tuple[float, str]](), 0
+        deadline, lines, at = time.time() + limit, list[tuple[float, str]](), 0
         while None in (codes := [poll() for _, poll in launched]) and time.time() < deadline:
-            at = _follow(error, at, said)
-            tend(said)
+            at = _follow(error, at, lines)
+            tend(lines)
             time.sleep(POLL_SECONDS)
-        ended = time.time()
-    code = None if None in codes else next((each for each in codes if each), 0)
-    _follow(error, at, said)
+        end_time = time.time()
+    code = None if None in codes else next((exit_code for exit_code in codes if exit_code), 0)
+    _follow(error, at, lines)
     text = error.read_text(encoding="utf-8", errors="replace")
-    return Ending(code, ended, text, said)
+    return Ending(code, end_time, text, lines)
 
 
 def _end(pid: int, poll: Poll) -> None:
@@ -102,12 +102,12 @@ def _end(pid: int, poll: Poll) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _follow(path: Path, at: int, said: list[tuple[float, str]]) -> int:
+def _follow(path: Path, at: int, lines: list[tuple[float, str]]) -> int:
     """Read what a file has more than before; return how much has been read."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(at)
         new = file.read()
-        said += [(time.time(), line) for line in new.decode(errors="replace").splitlines()]
+        lines += [(time.time(), line) for line in new.decode(errors="replace").splitlines()]
         return at + len(new)
     return at
 
@@ -159,9 +159,9 @@ def _start_on_hosts(
     meeting += ["--rdzv-conf", "is_host=0", "--rdzv-id", out.name]
     launched = []
     for number, (host, count) in enumerate(zip(hosts.hosts, (ranks - ranks // 2, ranks // 2), strict=True), 1):
-        own = ["--local-addr", hosts.address_of(number), "--nproc-per-node", str(count)]
+        host_options = ["--local-addr", hosts.address_of(number), "--nproc-per-node", str(count)]
         with host.enter():
-            launched.append(_start_torchrun([*meeting, *own], words, environment, out, error))
+            launched.append(_start_torchrun([*meeting, *host_options], words, environment, out, error))
     return launched
 
 

@@ -57,8 +57,8 @@ def _pattern_of_name(trial: FaultTrial) -> str:
 def find_redone(trial: FaultTrial) -> int | None:
     """Return the number of complete steps that were made again; None where the training never began again."""
     struck = trial.struck
-    again = [] if struck is None else [e for e in trial.log.read("first step") if e["time"] > struck["time"]]
-    return None if struck is None or not again else max(0, struck["step"] - int(again[0]["step"]))
+    entries = [] if struck is None else [e for e in trial.log.read("first step") if e["time"] > struck["time"]]
+    return None if struck is None or not entries else max(0, struck["step"] - int(entries[0]["step"]))
 
 
 def find_seconds(trial: FaultTrial) -> float | None:
@@ -67,8 +67,8 @@ def find_seconds(trial: FaultTrial) -> float | None:
     if struck is None or trial.endings[0].code is None:
         return None
     if len(trial.endings) == 1:
-        work = [entry["time"] for entry in trial.log.read("at work") if entry["time"] > struck["time"]]
-        return max(work) - struck["time"] if work else None
+        times = [entry["time"] for entry in trial.log.read("at work") if entry["time"] > struck["time"]]
+        return max(times) - struck["time"] if times else None
     return trial.endings[0].ended - float(struck["time"])
 
 
@@ -108,29 +108,29 @@ def judge_trial(trial: FaultTrial, unbroken: Unbroken, save_every: int, exact: b
     _judge_redone(trial, struck, save_every)
     if trial.endings[-1].code == 0:
         _judge_numbers(trial, unbroken, exact)
-    broken += [f"left behind: {each}" for each in trial.left]
+    broken += [f"left behind: {leftover}" for leftover in trial.left]
 
 
 def _find_end_seconds(trial: FaultTrial, struck: Mapping[str, Any]) -> float:
     """Return the seconds from the moment at which a training had to end, to its end."""
-    first, since = trial.endings[0], float(struck["time"])
+    first_ending, since = trial.endings[0], float(struck["time"])
     if trial.fault.recovery == "restart":  # it ends because the checkpoint that the new workers find is damaged
         name = _name_damaged(trial)
-        since = next((at for at, line in first.said if name and name in line), since)
-    return first.ended - since
+        since = next((at for at, line in first_ending.said if name and name in line), since)
+    return first_ending.ended - since
 
 
 def _judge_link(trial: FaultTrial, struck: Mapping[str, Any]) -> None:
     """The link's state was read back after it was taken down, and after it was raised."""
     down, up = trial.log.read("link down"), trial.log.read("link up")
-    if [each["state"] for each in down] != ["DOWN"]:
+    if [entry["state"] for entry in down] != ["DOWN"]:
         trial.broken.append(f"the link did not go down: {down}")
-    elif [each["states"] for each in up] != [["UP", "UP"]]:
+    elif [entry["states"] for entry in up] != [["UP", "UP"]]:
         trial.broken.append(f"the link did not come up again: {up}")
 
 
 def _judge_endings(trial: FaultTrial) -> None:
-    kind, first = trial.fault.kind, trial.endings[0]
+    kind, first_ending = trial.fault.kind, trial.endings[0]
     expected = {0} if trial.fault.recovery in ("restart", "none") else {2 if kind in _ENDS_AS_INPUT else 1}
     if kind is FaultKind.HANGUP:
         expected = {REQUEUE_CODE}
@@ -138,12 +138,12 @@ def _judge_endings(trial: FaultTrial) -> None:
         expected = {1}
     if kind is FaultKind.FLIPPED and trial.fault.recovery == "restart":
         expected |= {1, 2}  # the damaged checkpoint is refused, which _judge_damaged looks at
-    if first.code not in expected:
-        broken = "did not end" if first.code is None else f"ended with code {first.code}"
-        trial.broken.append(f"the training {broken}, expected {min(expected)}: {_last_line(first)}")
-    if first.code != 0 and trial.endings[-1].code != 0:
-        last = trial.endings[-1]
-        trial.broken.append(f"--resume auto ended with code {last.code}: {_last_line(last)}")
+    if first_ending.code not in expected:
+        broken = "did not end" if first_ending.code is None else f"ended with code {first_ending.code}"
+        trial.broken.append(f"the training {broken}, expected {min(expected)}: {_last_line(first_ending)}")
+    if first_ending.code != 0 and trial.endings[-1].code != 0:
+        last_ending = trial.endings[-1]
+        trial.broken.append(f"--resume auto ended with code {last_ending.code}: {_last_line(last_ending)}")
     if any("Traceback" in ending.text and "polylane.commands.cli" in ending.text for ending in trial.endings):
         trial.broken.append("a traceback of polylane's own")
     if kind is FaultKind.FLIPPED and not (_is_named_damaged(trial) or _is_passed_over(trial)):
@@ -176,20 +176,20 @@ def _judge_redone(trial: FaultTrial, struck: Mapping[str, Any], save_every: int)
     made meanwhile come on top. A save waits for the one before, so that these are an interval at most. Another interval
     where the newest was damaged.
     """
-    redone, made = find_redone(trial), struck["step"] - 1
+    redone, total = find_redone(trial), struck["step"] - 1
     if redone is None:
         return
     damaged = Path(struck.get("damaged", "")).parent.name
-    steps = {name: int(found[1]) for name in struck["folders"] if (found := re.match(r"\.?step-(\d+)", name))}
+    steps = {name: int(match[1]) for name in struck["folders"] if (match := re.match(r"\.?step-(\d+)", name))}
     newest = max((step for name, step in steps.items() if name[0] != "." and name != damaged), default=0)
-    under_way = max((step for name, step in steps.items() if name[0] == "." and step > newest), default=made)
-    if redone > made - newest:
-        trial.broken.append(f"{redone} steps were made again, {made - newest} since the checkpoint of step {newest}")
-    meanwhile = min(made - under_way, save_every)
-    most = save_every * (1 + bool(damaged)) + meanwhile
-    if redone > most:
-        said = f"{save_every} are an interval, {meanwhile} were made while a checkpoint was being written"
-        trial.broken.append(f"{redone} steps were made again, of which {said}")
+    under_way = max((step for name, step in steps.items() if name[0] == "." and step > newest), default=total)
+    if redone > total - newest:
+        trial.broken.append(f"{redone} steps were made again, {total - newest} since the checkpoint of step {newest}")
+    meanwhile = min(total - under_way, save_every)
+    limit = save_every * (1 + bool(damaged)) + meanwhile
+    if redone > limit:
+        reason = f"{save_every} are an interval, {meanwhile} were made while a checkpoint was being written"
+        trial.broken.append(f"{redone} steps were made again, of which {reason}")
 
 
 def _judge_numbers(trial: FaultTrial, unbroken: Unbroken, exact: bool) -> None:
@@ -205,12 +205,12 @@ def _judge_numbers(trial: FaultTrial, unbroken: Unbroken, exact: bool) -> None:
         step = differing[0]
         trial.broken.append(f"step {step} is {trial.metrics[step]}, unbroken {unbroken.metrics.get(step)}")
     try:
-        with safe_open(trial.weights, "pt") as ours, safe_open(unbroken.weights, "pt") as theirs:
+        with safe_open(trial.weights, "pt") as ours, safe_open(unbroken.weights, "pt") as reference:
             names = list(ours.keys())
-            differs = sorted(names) != sorted(theirs.keys()) or any(
-                not torch.equal(ours.get_tensor(name), theirs.get_tensor(name))
+            differs = sorted(names) != sorted(reference.keys()) or any(
+                not torch.equal(ours.get_tensor(name), reference.get_tensor(name))
                 if exact
-                else ours.get_tensor(name).shape != theirs.get_tensor(name).shape
+                else ours.get_tensor(name).shape != reference.get_tensor(name).shape
                 for name in names
             )
     except (OSError, ValueError) as error:

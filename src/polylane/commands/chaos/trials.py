@@ -92,17 +92,17 @@ class LinkKeeper:
     def __init__(self, hosts: TwoHosts, fault: Fault, log: FaultLog) -> None:
         self._hosts, self._recovery, self._log = hosts, fault.recovery, log
 
-    def tend(self, said: Sequence[tuple[float, str]]) -> None:
+    def tend(self, lines: Sequence[tuple[float, str]]) -> None:
         """Raise the link if it is time.
 
         Args:
-            said: the lines that the training has printed so far, with their times.
+            lines: the lines that the training has printed so far, with their times.
         """
         if not (down := self._log.read("link down")) or self._log.read("link up"):
             return
         since = float(down[0]["time"])
         if self._recovery == "restart":
-            is_time = any(at > since and "hangs: " in line for at, line in said)
+            is_time = any(at > since and "hangs: " in line for at, line in lines)
         else:
             is_time = self._recovery == "none" and time.time() > since + SHORT_SECONDS
         if is_time:
@@ -130,24 +130,35 @@ class Bench:
         """Return the unbroken training of a course, which is trained once; how it ended where that was not well."""
         if course in self._unbroken:
             return self._unbroken[course]
-        place = self.folder / f"unbroken-{len(self._unbroken)}"
-        place.mkdir()
-        words = self._words(course.plan, place / "run")
-        ending = self._run(course, ranks, words, place, None)
+        folder = self.folder / f"unbroken-{len(self._unbroken)}"
+        folder.mkdir()
+        words = self._words(course.plan, folder / "run")
+        ending = self._run(course, ranks, words, folder, None)
         if ending.code != 0:
             return ending
-        run = place / "run"
+        run = folder / "run"
         size = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
-        found = Unbroken(read_metrics(run), run / "model.safetensors", run / "plan.yaml", ranks, size)
-        self._unbroken[course] = found
-        return found
+        unbroken = Unbroken(read_metrics(run), run / "model.safetensors", run / "plan.yaml", ranks, size)
+        self._unbroken[course] = unbroken
+        return unbroken
 
     def _words(self, plan: str, run: Path) -> list[str]:
-        own = self._request
-        settings = [word for each in own.settings for word in ("--set", each)]
-        clip = [] if own.clip_norm is None else ["--clip-norm", str(own.clip_norm)]
-        words = ["train", own.recipe, "--plan", plan, "--run", str(run), "--steps", str(own.steps), *settings, *clip]
-        words += ["--batch", str(own.batch), "--seed", str(own.seed), "--save-every", str(own.save_every)]
+        request = self._request
+        settings = [word for setting in request.settings for word in ("--set", setting)]
+        clip = [] if request.clip_norm is None else ["--clip-norm", str(request.clip_norm)]
+        words = [
+            "train",
+            request.recipe,
+            "--plan",
+            plan,
+            "--run",
+            str(run),
+            "--steps",
+            str(request.steps),
+            *settings,
+            *clip,
+        ]
+        words += ["--batch", str(request.batch), "--seed", str(request.seed), "--save-every", str(request.save_every)]
         return [*words, "--keep", "3", "--json"]
 
     def _run(
@@ -155,51 +166,51 @@ class Bench:
         course: Course,
         ranks: int,
         words: Sequence[str],
-        place: Path,
+        folder: Path,
         fault: Path | None,
-        tend: Tend = lambda said: None,
+        tend: Tend = lambda lines: None,
     ) -> Ending:
-        own = place / "tmp"
-        own.mkdir(exist_ok=True)
-        variables = {LOG_VARIABLE: str(place / "log"), "TMPDIR": str(own)}
+        temporary = folder / "tmp"
+        temporary.mkdir(exist_ok=True)
+        variables = {LOG_VARIABLE: str(folder / "log"), "TMPDIR": str(temporary)}
         if fault is not None:
             variables[VARIABLE] = str(fault)
         hosts = self._hosts if course.hosts > 1 else None
         is_full = fault is not None and Fault.read(fault).kind is FaultKind.STDOUT
-        return run_command(course, ranks, words, place, variables, LIMIT_SECONDS, hosts, tend, is_full)
+        return run_command(course, ranks, words, folder, variables, LIMIT_SECONDS, hosts, tend, is_full)
 
     def try_fault(self, number: int, course: Course, unbroken: Unbroken, fault: Fault) -> FaultTrial:
         """Train with a fault, go on from where it has ended, and return all of it; its files are kept for the judge."""
-        place = Path(fault.log).parent
-        run = place / "run"
+        folder = Path(fault.log).parent
+        run = folder / "run"
         run.mkdir()
-        known = set(SHARED_MEMORY.glob("*"))
+        known_files = set(SHARED_MEMORY.glob("*"))
         if fault.whole_disk:
             mount_disk(run, str(max(4 << 20, 4 * unbroken.bytes)))
-        fault.write(place / "fault")
+        fault.write(folder / "fault")
         words = self._words(str(unbroken.plan), run)
-        log, struck = FaultLog(place / "log"), place / "fault"
+        log, struck = FaultLog(folder / "log"), folder / "fault"
         keeper = LinkKeeper(self._hosts, fault, log) if self._hosts and fault.kind is FaultKind.LINK else None
-        tend: Tend = keeper.tend if keeper else lambda said: None
-        endings = [self._run(course, unbroken.ranks, [*words, *self._reaction(fault, course)], place, struck, tend)]
+        tend: Tend = keeper.tend if keeper else lambda lines: None
+        endings = [self._run(course, unbroken.ranks, [*words, *self._reaction(fault, course)], folder, struck, tend)]
         if keeper and not log.read("link up"):
             keeper.raise_link()
         release(log.path)  # what could not be killed ends now
-        left = [f"process {each}" for each in end_orphans()]
+        leftovers = [f"process {orphan}" for orphan in end_orphans()]
         if fault.whole_disk:  # what is said below of files is said of those on the disk
-            kept = place / "kept"
-            shutil.copytree(run, kept)
+            kept_folder = folder / "kept"
+            shutil.copytree(run, kept_folder)
             unmount_disk(run)
             run.rmdir()
-            kept.rename(run)
+            kept_folder.rename(run)
         while endings[-1].code not in (0, None) and len(endings) < 3:
             if len(endings) == 2:  # as the sentence says: take another checkpoint
                 self._remove_damaged(log)
-            endings.append(self._run(course, unbroken.ranks, [*words, "--resume", "auto"], place, struck))
-            left += [f"process {each}" for each in end_orphans()]
-        left += [f"shared memory {path.name}" for path in set(SHARED_MEMORY.glob("*")) - known]
-        left += _find_unfinished(run, place / "tmp")
-        return FaultTrial(number, course, fault, endings, log, read_metrics(run), run / "model.safetensors", left)
+            endings.append(self._run(course, unbroken.ranks, [*words, "--resume", "auto"], folder, struck))
+            leftovers += [f"process {orphan}" for orphan in end_orphans()]
+        leftovers += [f"shared memory {path.name}" for path in set(SHARED_MEMORY.glob("*")) - known_files]
+        leftovers += _find_unfinished(run, folder / "tmp")
+        return FaultTrial(number, course, fault, endings, log, read_metrics(run), run / "model.safetensors", leftovers)
 
     def _reaction(self, fault: Fault, course: Course) -> list[str]:
         is_hang = fault.kind in HANGS and fault.recovery != "none"
@@ -217,20 +228,20 @@ class Bench:
 
 def read_metrics(run: Path) -> dict[int, dict[str, Any]]:
     """Return the last line of every step of a run's metrics, without times."""
-    found = dict[int, dict[str, Any]]()
+    metrics = dict[int, dict[str, Any]]()
     with suppress(OSError):
         for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
             with suppress(ValueError):
                 content = json.loads(line)
                 if "loss" in content:  # a step, not an epoch or what an audit said
-                    found[content["step"]] = {
+                    metrics[content["step"]] = {
                         name: content.get(name) for name in ("step", "epoch", "loss", "learning_rate")
                     }
-    return found
+    return metrics
 
 
 def _find_unfinished(run: Path, temporary: Path) -> list[str]:
     """Return what a run that ended well should not have left in its folder, nor in that for temporary files."""
-    found = [path for path in run.rglob("*") if path.name.startswith(".") or path.name == "unfinished"]
-    found += [path for path in temporary.glob("*") if not path.name.startswith("torchelastic_")]
-    return [f"file {path.relative_to(run.parent)}" for path in found]
+    paths = [path for path in run.rglob("*") if path.name.startswith(".") or path.name == "unfinished"]
+    paths += [path for path in temporary.glob("*") if not path.name.startswith("torchelastic_")]
+    return [f"file {path.relative_to(run.parent)}" for path in paths]

@@ -71,13 +71,13 @@ class Namespaces:
     @contextmanager
     def enter(self) -> Iterator[None]:
         """Have the calling thread, and the processes that it starts, be on this host meanwhile."""
-        before = Namespaces.of_this_thread()
+        old_namespaces = Namespaces.of_this_thread()
         try:
             self._take()
             yield
         finally:
-            before._take()
-            before.close()
+            old_namespaces._take()
+            old_namespaces.close()
 
     def _take(self) -> None:
         library = ctypes.CDLL(None, use_errno=True)
@@ -97,9 +97,9 @@ class Namespaces:
             OSError: it failed.
         """
         with self.enter():
-            done = subprocess.run(["ip", *line.split()], capture_output=True, text=True)
-        if done.returncode:
-            raise OSError(f"ip {line}: {done.stderr.strip()}")
+            process = subprocess.run(["ip", *line.split()], capture_output=True, text=True)
+        if process.returncode:
+            raise OSError(f"ip {line}: {process.stderr.strip()}")
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,11 @@ class TwoHosts:
             return "there is no command ip (of iproute2)"
         try:
             first, second, middle = (Namespaces.make(name) for name in (*NAMES, "middle"))
-            made = cls((first, second), middle)
-            made._connect()
+            hosts = cls((first, second), middle)
+            hosts._connect()
         except OSError as error:
             return str(error)
-        return made
+        return hosts
 
     def _connect(self) -> None:
         first, second = self.hosts
@@ -146,13 +146,13 @@ class TwoHosts:
                 host.ip(f"route add {beyond}/32 via {near}")
 
     def _add_link(
-        self, one: Namespaces, name: str, address: str, other: Namespaces, other_name: str, other_address: str
+        self, source: Namespaces, name: str, address: str, peer: Namespaces, other_name: str, other_address: str
     ) -> None:
-        there = f"/proc/{os.getpid()}/fd/{other.network}"
-        one.ip(f"link add {name} type veth peer name {other_name} netns {there}")
-        for host, end, own in ((one, name, address), (other, other_name, other_address)):
+        peer_network = f"/proc/{os.getpid()}/fd/{peer.network}"
+        source.ip(f"link add {name} type veth peer name {other_name} netns {peer_network}")
+        for host, end, end_address in ((source, name, address), (peer, other_name, other_address)):
             host.ip(f"link set {end} addrgenmode none")  # IPv4 alone: gloo takes one address of an interface
-            host.ip(f"addr add {own} dev {end}")
+            host.ip(f"addr add {end_address} dev {end}")
             host.ip(f"link set {end} up")
 
     @staticmethod
@@ -162,8 +162,8 @@ class TwoHosts:
 
     def close(self) -> None:
         """Give the hosts up; they are gone with the last process on them."""
-        for each in (*self.hosts, self.middle):
-            each.close()
+        for host in (*self.hosts, self.middle):
+            host.close()
 
     def raise_link(self) -> list[str]:
         """Have the link carry again; return the state of its two ends, as :func:`read_link` reads it."""
@@ -191,17 +191,17 @@ def drop_link() -> str:
 
 def read_link() -> str:
     """Return what the system says of this host's end of the link: "UP" or "DOWN"."""
-    told = subprocess.run(["ip", "-json", "link", "show", DATA_LINK], capture_output=True, text=True, check=True)
-    return "UP" if "UP" in json.loads(told.stdout)[0]["flags"] else "DOWN"
+    process = subprocess.run(["ip", "-json", "link", "show", DATA_LINK], capture_output=True, text=True, check=True)
+    return "UP" if "UP" in json.loads(process.stdout)[0]["flags"] else "DOWN"
 
 
 def _run_in_thread(function: Callable[[], T]) -> T:
-    found: list[T] = []
+    results: list[T] = []
     errors: list[OSError] = []
 
     def run() -> None:
         try:
-            found.append(function())
+            results.append(function())
         except OSError as error:
             errors.append(error)
 
@@ -210,4 +210,4 @@ def _run_in_thread(function: Callable[[], T]) -> T:
     thread.join()
     if errors:
         raise errors[0]
-    return found[0]
+    return results[0]

@@ -31,15 +31,15 @@ def plan_fewer(problem: TrainingProblem, plan: Plan, fewest: int) -> dict[int, S
         plan: the plan that it begins with.
         fewest: the smallest number of workers.
     """
-    found: dict[int, Spec | Plan] = {}
+    plans: dict[int, Spec | Plan] = {}
     fixed = keep_numbers(plan, plan.microbatches)
     for workers in range(plan.processes - 1, fewest - 1, -1):
         fewer_replicas = change_replicas(plan, workers, plan.microbatches)
         if fewer_replicas is not None:
-            found[workers] = fewer_replicas
+            plans[workers] = fewer_replicas
         elif (best := _search(problem, workers, fixed, plan)) is not None:
-            found[workers] = best
-    return found
+            plans[workers] = best
+    return plans
 
 
 def _search(problem: TrainingProblem, workers: int, fixed: FixedKeys, plan: Plan) -> Plan | None:
@@ -55,9 +55,9 @@ def _search(problem: TrainingProblem, workers: int, fixed: FixedKeys, plan: Plan
     return None
 
 
-def describe_fewer(plans: Mapping[int, Spec | Plan], fewest: int, most: int) -> str:
+def describe_fewer(plans: Mapping[int, Spec | Plan], fewest: int, max_workers: int) -> str:
     """Describe the plans for fewer workers in one line."""
-    missing = [workers for workers in range(most - 1, fewest - 1, -1) if workers not in plans]
+    missing = [workers for workers in range(max_workers - 1, fewest - 1, -1) if workers not in plans]
     words = [f"with {workers} by {_describe_plan(plan)}" for workers, plan in plans.items()]
     words += [f"with {workers} not at all: there is no plan of the same numbers" for workers in missing]
     return f"if workers are lost: {'; '.join(words)}"
@@ -93,18 +93,18 @@ def plan_for_started(world: World, problem: TrainingProblem, request: TrainReque
     fixed = parse_auto(request.plan)
     small = replace(problem, batch_size=None)  # plans are searched for the example's samples
     if fixed is None:
-        asked = parse(request.plan) if isinstance(request.plan, str) else request.plan
-        if asked.processes == world.size or not request.is_elastic:
-            return asked
-        microbatches = _microbatches_of(asked, saved, small.samples)
-        natural = change_replicas(asked, world.size, microbatches)
+        plan = parse(request.plan) if isinstance(request.plan, str) else request.plan
+        if plan.processes == world.size or not request.is_elastic:
+            return plan
+        microbatches = _microbatches_of(plan, saved, small.samples)
+        natural = change_replicas(plan, world.size, microbatches)
         if natural is not None:
             # Cuts of the checkpoint's plan are taken over, so that the numbers stay the same bit for bit.
             chosen = saved if saved is not None and parse(saved.spec) == natural else natural
-            _tell(world, f"--plan takes {format_plural(asked.processes, 'worker')}, and there are {world.size} now: "
+            _tell(world, f"--plan takes {format_plural(plan.processes, 'worker')}, and there are {world.size} now: "
                   f"goes on by {_describe_plan(natural)}")  # fmt: skip
             return chosen
-        fixed = keep_numbers(asked, microbatches)
+        fixed = keep_numbers(plan, microbatches)
     elif saved is not None and "microbatches" not in fixed.counts:
         fixed = replace(fixed, counts={**fixed.counts, "microbatches": saved.microbatches})
     if saved is not None and saved.processes == world.size and keeps(saved, fixed):
@@ -113,9 +113,9 @@ def plan_for_started(world: World, problem: TrainingProblem, request: TrainReque
 
 
 def _check_range(world: World, request: TrainRequest) -> None:
-    fewest, most = request.fewest_workers, request.workers
-    if fewest is not None and most is not None and not fewest <= world.size <= most:
-        raise PolylaneError(f"--workers {fewest}:{most}, but torchrun started {world.size}")
+    fewest, max_workers = request.fewest_workers, request.workers
+    if fewest is not None and max_workers is not None and not fewest <= world.size <= max_workers:
+        raise PolylaneError(f"--workers {fewest}:{max_workers}, but torchrun started {world.size}")
 
 
 def gather_saved_plan(world: World, request: TrainRequest) -> Plan | None:
@@ -126,23 +126,23 @@ def gather_saved_plan(world: World, request: TrainRequest) -> Plan | None:
     Raises:
         PolylaneError: on every worker, where the checkpoint is damaged.
     """
-    own, error = None, ""
+    saved_plan, error = None, ""
     if world.rank == 0 and request.resume_from is not None:
         try:
-            own = read_saved_plan(request.resume_from)
+            saved_plan = read_saved_plan(request.resume_from)
         except PolylaneError as damaged:
             error = str(damaged)
-    found: tuple[Plan | None, str] = world.all_gather_object((own, error))[0]
-    if found[1]:
-        raise PolylaneError(found[1])
-    return found[0]
+    result: tuple[Plan | None, str] = world.all_gather_object((saved_plan, error))[0]
+    if result[1]:
+        raise PolylaneError(result[1])
+    return result[0]
 
 
-def _microbatches_of(asked: Spec | Plan, saved: Plan | None, samples: int) -> int:
-    if asked.microbatches is not None:
-        return asked.microbatches
-    assert isinstance(asked, Spec)
-    return default_microbatches(asked, samples) if saved is None else saved.microbatches
+def _microbatches_of(plan: Spec | Plan, saved: Plan | None, samples: int) -> int:
+    if plan.microbatches is not None:
+        return plan.microbatches
+    assert isinstance(plan, Spec)
+    return default_microbatches(plan, samples) if saved is None else saved.microbatches
 
 
 def _tell(world: World, sentence: str) -> None:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class Reporter:
     """Receiver of rank 0's messages, which writes them into the run's folder and onto the screen."""
 
-    def __init__(self, place: RunFolder, to_stderr: bool) -> None:
-        self._place = place
+    def __init__(self, folder: RunFolder, to_stderr: bool) -> None:
+        self._place = folder
         self._display = display(to_stderr)
 
     def __call__(self, rank: int, message: dict[str, Any]) -> None:
@@ -130,10 +130,10 @@ class _ForkedWorkers:
         assert request.plan is not None and not isinstance(request.plan, str)
         self.prepared = prepare_once(self.training, request.plan)
         self._fewer: dict[int, Spec | Plan] = {}
-        most = self.prepared.plan.processes
-        if request.fewest_workers is not None and request.fewest_workers < most:
+        max_workers = self.prepared.plan.processes
+        if request.fewest_workers is not None and request.fewest_workers < max_workers:
             self._fewer = plan_fewer(self.training.problem, self.prepared.plan, request.fewest_workers)
-            say_at_once(describe_fewer(self._fewer, request.fewest_workers, most))
+            say_at_once(describe_fewer(self._fewer, request.fewest_workers, max_workers))
 
     def run(self, request: TrainRequest) -> TrainingOutcome:
         """Fork the workers, watch them, and return their outcome."""
@@ -143,9 +143,9 @@ class _ForkedWorkers:
 
         processes = self.prepared.plan.processes
         pages = {rank: ProgressMemory.allocate_for_fork() for rank in range(processes)}
-        work = partial(run_forked_worker, replace(self.training, request=request), self.prepared, pages)
+        worker = partial(run_forked_worker, replace(self.training, request=request), self.prepared, pages)
         with _watching(pages, request, self._reporter) as watch:
-            return fork_workers(work, processes, self._reporter, self._stop, watch)[0]
+            return fork_workers(worker, processes, self._reporter, self._stop, watch)[0]
 
     def take_fewer(self) -> str:
         """Compile the training for fewer workers; a plan that the model refuses is passed over."""
@@ -176,19 +176,19 @@ class _SpawnedWorkers:
         processes, is_seen = self._plan.processes, os.path.isdir("/proc/self/fd")
         pages = {rank: ProgressMemory.allocate() for rank in range(processes)} if is_seen else {}
         descriptors = {rank: (page.file, page.stacks) for rank, page in pages.items()}
-        work = partial(run_spawned_worker, replace(request, plan=self._plan), os.getpid(), descriptors)
+        worker = partial(run_spawned_worker, replace(request, plan=self._plan), os.getpid(), descriptors)
         with _watching(pages, request, self._reporter) as watch:
-            return spawn_workers(work, processes, self._reporter, self._stop, watch)[0]
+            return spawn_workers(worker, processes, self._reporter, self._stop, watch)[0]
 
     def take_fewer(self) -> str:
         """Take fewer replicas: this process has no model to search other plans for."""
         from polylane.plan.fewer_workers import change_replicas
         from polylane.plan.spec import default_microbatches
 
-        first, fewest = self._first, self._request.fewest_workers or self._plan.processes
-        microbatches = first.microbatches or default_microbatches(cast("Spec", first), self._request.batch)
+        first_plan, fewest = self._first, self._request.fewest_workers or self._plan.processes
+        microbatches = first_plan.microbatches or default_microbatches(cast("Spec", first_plan), self._request.batch)
         for workers in range(self._plan.processes - 1, fewest - 1, -1):
-            if (plan := change_replicas(first, workers, microbatches)) is not None:
+            if (plan := change_replicas(first_plan, workers, microbatches)) is not None:
                 self._plan = plan
                 return _describe_fewer_workers(plan)
         return ""

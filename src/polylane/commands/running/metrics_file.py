@@ -23,9 +23,9 @@ class MetricsFile:
 
     def __init__(self, path: Path, append: bool = False) -> None:
         self._path = path
-        kept = path.read_bytes() if append and path.exists() else b""
+        content = path.read_bytes() if append and path.exists() else b""
         self._file = path.open("ab" if append else "wb", buffering=0)
-        self._size = kept.rfind(b"\n") + 1
+        self._size = content.rfind(b"\n") + 1
         self._file.truncate(self._size)
 
     def append(self, line: str) -> None:
@@ -58,17 +58,17 @@ def lines_until(metrics: Path, step: int) -> str:
         lines = metrics.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return ""
-    kept = []
+    kept_lines = []
     for line in lines:
         try:
             content = json.loads(line)
             content = content["audit"] if "audit" in content else content  # noqa: SIM401 - it may be no mapping
             # The test after an epoch's last step is made again: the checkpoint is from before it.
             if content["step"] <= step - ("train_loss" in content):
-                kept.append(line + "\n")
+                kept_lines.append(line + "\n")
         except _NOT_OURS:
             continue  # torn, or not ours
-    return "".join(kept)
+    return "".join(kept_lines)
 
 
 def belongs_to_checkpoint(metrics: Path, step: int, loss: float, otherwise: bool) -> bool:

@@ -79,8 +79,8 @@ class RecipeTraining:
         clip_norm, seed, example = self.request.clip_norm, self.request.seed, self.problem.example
         # Of data that keep state a process that reads some batches alone would get others: it gets the workers'.
         read = None if self.keeps_state else _WholeBatches(self).read
-        how: dict[str, Any] = {"clip_norm": clip_norm, "seed": seed, "read_batch": read, "begins_as_built": True}
-        return start_auditor(self.request.audit, prepared, world, example=example, **how)
+        options: dict[str, Any] = {"clip_norm": clip_norm, "seed": seed, "read_batch": read, "begins_as_built": True}
+        return start_auditor(self.request.audit, prepared, world, example=example, **options)
 
 
 class _WholeBatches:
@@ -119,7 +119,7 @@ class _WholeBatches:
         if isinstance(dataset, Iterator) and self._epoch >= 0:  # it was read for another epoch
             dataset = inputs.open_data(training.recipe, "train")
         skip = samples if data.is_mapped(dataset) else 0
-        how: dict[str, Any] = {"drop_last": request.drop_last or training.ends_before_last, "skip": skip}
+        options: dict[str, Any] = {"drop_last": request.drop_last or training.ends_before_last, "skip": skip}
         self._epoch, self._samples = epoch, skip
         self._batches = data.load_batches(
             dataset,
@@ -129,7 +129,7 @@ class _WholeBatches:
             seed=request.seed,
             collate=training.recipe.collate,
             whole=True,
-            **how,
+            **options,
         )
 
 
@@ -180,7 +180,7 @@ def check_last_batch(training: RecipeTraining, prepared: CompiledTraining) -> No
     """
     sizes = training.batch_sizes
     if sizes and not training.ends_before_last:
-        what = (
+        description = (
             f"the last batch of an epoch ({format_plural(sum(sizes), 'sample')} in batches of {training.request.batch})"
         )
-        prepared.min_samples.check(sizes[-1], what, "leave it out with --drop-last, or take another --batch")
+        prepared.min_samples.check(sizes[-1], description, "leave it out with --drop-last, or take another --batch")

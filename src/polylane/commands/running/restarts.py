@@ -64,9 +64,9 @@ def train_with_restarts(
             store.remove_leftovers()  # of the one that was being written
             newest = find_whole(store, warn)
             request = replace(request, resume_from=newest or request.resume_from)
-            again = "from the beginning" if request.resume_from is None else f"from {request.resume_from}"
+            origin = "from the beginning" if request.resume_from is None else f"from {request.resume_from}"
             fewer = starter.take_fewer() if is_lost(error) else ""
-            words = f"restart {restart} of {request.saving.max_restarts}, {again}{fewer and f', {fewer}'}"
+            words = f"restart {restart} of {request.saving.max_restarts}, {origin}{fewer and f', {fewer}'}"
             warn(f"{str(error).splitlines()[0]}; {words}")
     raise AssertionError("the restarts do not end")
 

@@ -55,40 +55,40 @@ def prepare_checkpoints(
     """
     from polylane.checkpoint.store import CheckpointStore, open_checkpoint
 
-    own = CheckpointStore(run_folder / FOLDER)
-    request = replace(request, checkpoints=own.root)
+    store = CheckpointStore(run_folder / FOLDER)
+    request = replace(request, checkpoints=store.root)
     if continues and request.saves_checkpoints:
-        own.remove_leftovers()
-        if (latest := find_whole(own, warn)) is not None:
+        store.remove_leftovers()
+        if (latest := find_whole(store, warn)) is not None:
             return resume_from(request, latest)
     if request.saving.resume is None:
-        if request.saves_checkpoints and (known := own.list_steps()):
+        if request.saves_checkpoints and (steps := store.list_steps()):
             raise PolylaneError(
-                f"--run {run_folder}: has checkpoints of an earlier run, up to step {known[-1][0]}: go on from them "
+                f"--run {run_folder}: has checkpoints of an earlier run, up to step {steps[-1][0]}: go on from them "
                 "with --resume auto, or choose another folder"
             )
         return request
     if request.saving.resume == "auto":
-        own.remove_leftovers()
-        if (newest := find_whole(own, warn)) is not None:
+        store.remove_leftovers()
+        if (newest := find_whole(store, warn)) is not None:
             return resume_from(request, newest)
-        if own.list_steps():
-            warn(f"{own.root}: none of the checkpoints in it is whole: the training begins at its first step")
+        if store.list_steps():
+            warn(f"{store.root}: none of the checkpoints in it is whole: the training begins at its first step")
         return request
     folder = open_checkpoint(Path(request.saving.resume))[0]
     if request.saves_checkpoints:
-        own.remove_leftovers()
-        _refuse_to_mix(own, folder, run_folder)
+        store.remove_leftovers()
+        _refuse_to_mix(store, folder, run_folder)
     return resume_from(request, folder)
 
 
-def find_whole(own: CheckpointStore, warn: Callable[[str], None]) -> Path | None:
+def find_whole(store: CheckpointStore, warn: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint of a run that is whole; None if there is none.
 
     Its files are read and held against their checksums: nobody is there who could choose an earlier one.
 
     Args:
-        own: checkpoints of the run's folder.
+        store: checkpoints of the run's folder.
         warn: called with a sentence about each that is passed over.
 
     Raises:
@@ -96,7 +96,7 @@ def find_whole(own: CheckpointStore, warn: Callable[[str], None]) -> Path | None
     """
     from polylane.checkpoint.read_tensors import check_contents
 
-    return own.find_newest(warn, check_contents)
+    return store.find_newest(warn, check_contents)
 
 
 def _refuse_to_mix(own: CheckpointStore, folder: Path, run_folder: Path) -> None:
@@ -113,10 +113,10 @@ def _refuse_to_mix(own: CheckpointStore, folder: Path, run_folder: Path) -> None
     Raises:
         PolylaneError: there are some, and the checkpoint to go on from is not the newest of them.
     """
-    known = own.list_steps()
-    if known and not known[-1][1].samefile(folder):
+    steps = own.list_steps()
+    if steps and not steps[-1][1].samefile(folder):
         raise PolylaneError(
-            f"--run {run_folder}: has checkpoints of another run, or later ones, up to step {known[-1][0]}, which "
+            f"--run {run_folder}: has checkpoints of another run, or later ones, up to step {steps[-1][0]}, which "
             f"would be mixed with those that follow {folder}: choose another folder for --run, or move {own.root} away"
         )
 
@@ -145,14 +145,14 @@ def read_saved_plan(folder: Path) -> Plan:
     return parse_plan(read_manifest(folder).plan, "of the checkpoint")
 
 
-def _take_over_plan(asked: str | Spec | Plan | None, saved: Plan) -> str | Spec | Plan | None:
+def _take_over_plan(plan: str | Spec | Plan | None, saved: Plan) -> str | Spec | Plan | None:
     from polylane.plan.spec import Spec, parse
 
-    if not isinstance(asked, Spec):
-        return asked
+    if not isinstance(plan, Spec):
+        return plan
     of_saved = parse(saved.spec)
-    microbatches = of_saved.microbatches if asked.microbatches is None else asked.microbatches
-    return saved if replace(asked, microbatches=microbatches) == of_saved else asked
+    microbatches = of_saved.microbatches if plan.microbatches is None else plan.microbatches
+    return saved if replace(plan, microbatches=microbatches) == of_saved else plan
 
 
 def describe_run(request: TrainRequest, samples: int | None) -> dict[str, Any]:
@@ -165,12 +165,12 @@ def describe_run(request: TrainRequest, samples: int | None) -> dict[str, Any]:
     return {"seed": request.seed, "batch": request.batch, "samples": samples}
 
 
-def check_same_run(saved: Mapping[str, Any], own: Mapping[str, Any], folder: Path) -> None:
+def check_same_run(saved: Mapping[str, Any], facts: Mapping[str, Any], folder: Path) -> None:
     """Refuse to go on with other data, in another order, or with other batches.
 
     Args:
         saved: facts of the checkpoint.
-        own: facts of this run.
+        facts: facts of this run.
         folder: folder of the checkpoint, for the error.
 
     Raises:
@@ -182,14 +182,14 @@ def check_same_run(saved: Mapping[str, Any], own: Mapping[str, Any], folder: Pat
         "samples": ("data('train') with {}", "steps would have other samples"),
     }
     for name, (option, reason) in words.items():
-        if name in saved and saved[name] != own[name]:
-            before, now = (
-                format_plural(each, "sample") if name == "samples" and isinstance(each, int) else each
-                for each in (saved[name], own[name])
+        if name in saved and saved[name] != facts[name]:
+            old_value, new_value = (
+                format_plural(value, "sample") if name == "samples" and isinstance(value, int) else value
+                for value in (saved[name], facts[name])
             )
             raise PolylaneError(
-                f"checkpoint {folder}: was trained with {option.format(before)}, and this run has "
-                f"{option.format(now)}: {reason}"
+                f"checkpoint {folder}: was trained with {option.format(old_value)}, and this run has "
+                f"{option.format(new_value)}: {reason}"
             )
 
 
@@ -212,20 +212,20 @@ def check_same_model(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
     except PolylaneError:  # perhaps on this host alone: loading it says so on all workers at once
         return
     for name, saved in tensors.items():
-        kind, _, own = name.partition("/")
+        kind, _, key = name.partition("/")
         if kind != "model":
             continue
-        common, _, replica = own.rpartition("@")
+        common, _, replica = key.rpartition("@")
         if replica.isdecimal() and f"model/{common}" not in tensors:  # a replica's own value
-            own = common
-        if own not in shapes:
+            key = common
+        if key not in shapes:
             raise PolylaneError(
-                f"checkpoint {folder}: has {own}, which this run's model does not have: it is of another model"
+                f"checkpoint {folder}: has {key}, which this run's model does not have: it is of another model"
             )
         shape = list(saved.shape[:-1] if saved.is_complex else saved.shape)
-        if shape != list(shapes[own]):
+        if shape != list(shapes[key]):
             raise PolylaneError(
-                f"checkpoint {folder}: {own} has the shape {shape}, and {list(shapes[own])} in this run's "
+                f"checkpoint {folder}: {key} has the shape {shape}, and {list(shapes[key])} in this run's "
                 "model: it is of another model"
             )
 

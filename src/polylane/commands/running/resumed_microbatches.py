@@ -22,7 +22,7 @@ _REASON = "statistics of the batch, or random numbers that do not go by samples,
 
 def keep_microbatches(
     prepared: CompiledTraining,
-    asked: Spec | Plan,
+    plan: Spec | Plan,
     saved: Plan,
     compile_again: Callable[[Spec], CompiledTraining],
     warn: Callable[[str], None] = warnings.warn,
@@ -31,35 +31,35 @@ def keep_microbatches(
 
     Args:
         prepared: the training, compiled for the plan that is asked for.
-        asked: that plan as it was asked for.
+        plan: that plan as it was asked for.
         saved: the plan of the checkpoint.
         compile_again: compiles the training for another plan.
         warn: called with the sentence that says what was taken, or why not.
     """
-    default, kept = prepared.plan.microbatches, saved.microbatches
-    is_open = isinstance(asked, Spec) and asked.microbatches is None and not prepared.plan.is_asynchronous
-    if not is_open or default == kept or not _numbers_depend(prepared):
+    default, original = prepared.plan.microbatches, saved.microbatches
+    is_open = isinstance(plan, Spec) and plan.microbatches is None and not prepared.plan.is_asynchronous
+    if not is_open or default == original or not _numbers_depend(prepared):
         return prepared
-    assert isinstance(asked, Spec)
+    assert isinstance(plan, Spec)
     try:
-        again = compile_again(replace(asked, microbatches=kept))
+        compiled = compile_again(replace(plan, microbatches=original))
     except PolylaneError as refused:
-        warn(f"the checkpoint's microbatches={kept} do not go with this plan: {refused}")
+        warn(f"the checkpoint's microbatches={original} do not go with this plan: {refused}")
         return prepared
-    warn(f"microbatches={kept} as in the checkpoint, and not {default}, the plan's default: {_REASON}")
-    return again
+    warn(f"microbatches={original} as in the checkpoint, and not {default}, the plan's default: {_REASON}")
+    return compiled
 
 
 def note_other_microbatches(prepared: CompiledTraining, saved: Plan) -> list[str]:
     """Return a note where the numbers are others than the checkpoint's run would have had, for its microbatches."""
-    own, before = prepared.plan.microbatches, saved.microbatches
-    if own == before or prepared.plan.is_asynchronous or not _numbers_depend(prepared):
+    count, original = prepared.plan.microbatches, saved.microbatches
+    if count == original or prepared.plan.is_asynchronous or not _numbers_depend(prepared):
         return []
     return [
-        f"microbatches={own}, and the checkpoint is of microbatches={before}: the numbers are not those of the run "
-        f"that it is of, since {_REASON}; a plan with microbatches={before} has the same"
+        f"microbatches={count}, and the checkpoint is of microbatches={original}: the numbers are not those of the run "
+        f"that it is of, since {_REASON}; a plan with microbatches={original} has the same"
     ]
 
 
 def _numbers_depend(prepared: CompiledTraining) -> bool:
-    return any(depends_on_split(each.partition.graph.code) for each in prepared.graphs.values())
+    return any(depends_on_split(graph.partition.graph.code) for graph in prepared.graphs.values())

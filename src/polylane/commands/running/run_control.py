@@ -147,10 +147,10 @@ class RunControl:
         now = time.monotonic()
         seconds = (now - self._agreed_at) / max(step - self._agreed_step, 1)
         # All take rank 0's times. The slowest worker's steps would be as good: they are the same steps.
-        own = (self._is_asked_to_stop(), self._is_due(step, now), max(1, round(self._pause / max(seconds, 1e-6))))
-        every = self._advance(own)
-        self.is_over = any(stops for stops, _, _ in every)
-        _, is_due, steps = every[0]
+        answer = (self._is_asked_to_stop(), self._is_due(step, now), max(1, round(self._pause / max(seconds, 1e-6))))
+        answers = self._advance(answer)
+        self.is_over = any(stops for stops, _, _ in answers)
+        _, is_due, steps = answers[0]
         if is_due or self.is_over:
             self.save(wait=self.is_over)
         self._agreed_at, self._agreed_step, self._next = time.monotonic(), step, step + steps
@@ -178,18 +178,18 @@ class RunControl:
             if number < due:
                 continue
             seconds = (time.monotonic() - agreed_at) / (number - agreed)
-            every = self._advance((self._is_asked_to_stop(), max(1, round(self._pause / max(seconds, 1e-6)))))
-            self.is_over = any(stops for stops, _ in every)
+            answers = self._advance((self._is_asked_to_stop(), max(1, round(self._pause / max(seconds, 1e-6)))))
+            self.is_over = any(stops for stops, _ in answers)
             if self.is_over:
                 return
-            agreed_at, agreed, due = time.monotonic(), number, number + every[0][1]
+            agreed_at, agreed, due = time.monotonic(), number, number + answers[0][1]
 
-    def _advance(self, own: Any) -> list[Any]:
+    def _advance(self, answer: Any) -> list[Any]:
         """Return what every worker says, by rank, while the checkpoint that is being written goes on."""
-        every = self._attempt(lambda: self._saver.advance(own))
-        if every is None:  # the others have heard of a failed checkpoint: now of the rest
-            every = self._saver.advance(own)
-        return list(every)
+        answers = self._attempt(lambda: self._saver.advance(answer))
+        if answers is None:  # the others have heard of a failed checkpoint: now of the rest
+            answers = self._saver.advance(answer)
+        return list(answers)
 
     def _is_due(self, step: int, now: float) -> bool:
         if self._interval.steps is not None:

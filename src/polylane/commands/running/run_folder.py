@@ -87,16 +87,16 @@ class RunFolder:
         Raises:
             PolylaneError: the folder cannot be made, or cannot be written to.
         """
-        existing = next(place for place in (self.path, *self.path.absolute().parents) if os.path.exists(place))
+        existing = next(path for path in (self.path, *self.path.absolute().parents) if os.path.exists(path))
         if not os.path.isdir(existing):
             raise PolylaneError(f"--run {self.path}: {existing} is not a folder")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise PolylaneError(f"--run {self.path}: {existing} cannot be written to")
         # This run reads and replaces these, when it is too late to choose another folder. A pipe holds up who opens it.
-        for place in (self.path, self.path / UNFINISHED):
+        for path in (self.path, self.path / UNFINISHED):
             for name in (*ALL_NAMES, ATTEMPT):
-                if kind := _describe_kind(place / name):
-                    raise PolylaneError(f"--run {place}: {name} there is a {kind}, and a file of the run: move it away")
+                if kind := _describe_kind(path / name):
+                    raise PolylaneError(f"--run {path}: {name} there is a {kind}, and a file of the run: move it away")
 
     @contextmanager
     def claimed(self, writes: bool) -> Iterator[None]:
@@ -137,19 +137,19 @@ class RunFolder:
     def _read_note(self, folder: Path) -> str | None:
         """Return where below the folder an earlier attempt of this launch writes; None where none does."""
         try:
-            launch, place = (folder / ATTEMPT).read_text(encoding="utf-8").splitlines()
+            launch, location = (folder / ATTEMPT).read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError):
             return None
-        return place if self._launch and launch == self._launch else None
+        return location if self._launch and launch == self._launch else None
 
     def _make(self) -> None:
         if not self._given:
-            started = (place for place in _same_name(self.path) if self._read_note(place) is not None)
+            started = (path for path in _same_name(self.path) if self._read_note(path) is not None)
             if (earlier := next(started, None)) is not None:
                 self.path = earlier
                 return
         # Remembered for leave(), which removes folders that this run made and did not use.
-        missing = [place for place in (self.path, *self.path.parents) if not os.path.exists(place)]
+        missing = [path for path in (self.path, *self.path.parents) if not os.path.exists(path)]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self._given:
             self.path.mkdir(exist_ok=True)
@@ -187,11 +187,11 @@ class RunFolder:
         with self._starting("the metrics from here on are lost"):
             self._at.mkdir(exist_ok=True)
             earlier = self.metrics if self.metrics.exists() else self.path / METRICS
-            kept = ""
+            kept_metrics = ""
             if resumed_at is not None and belongs_to_checkpoint(earlier, resumed_at, loss, is_own):
-                kept = lines_until(earlier, resumed_at)
+                kept_metrics = lines_until(earlier, resumed_at)
             if resumed_at is not None:  # before anything is deleted: whenever this process ends, these lines are there
-                _replace_text(self.metrics, kept)
+                _replace_text(self.metrics, kept_metrics)
             if self._at != self.path and not self.continues:
                 for name in ALL_NAMES:
                     if resumed_at is None or name != METRICS:
@@ -228,8 +228,8 @@ class RunFolder:
         """Replace an earlier run's files by this run's, which has ended well and written all of them."""
         with self._writing():
             (self.path / ATTEMPT).unlink(missing_ok=True)
-            for place in {self._at, self.path}:  # of an attempt that failed, or of an earlier run
-                (place / WHY).unlink(missing_ok=True)
+            for folder in {self._at, self.path}:  # of an attempt that failed, or of an earlier run
+                (folder / WHY).unlink(missing_ok=True)
             if self._at == self.path:
                 return
             for name in NAMES:

@@ -135,7 +135,7 @@ class StepLog:
             "samples": self.samples,
             "seconds": self.seconds,
             "loss": _to_json(self.loss),
-            "epoch": [_to_json(each) for each in (self._sum, self._count, self._epoch_seconds)],
+            "epoch": [_to_json(value) for value in (self._sum, self._count, self._epoch_seconds)],
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -208,13 +208,13 @@ class StepLog:
         """Return this worker's losses of the epoch."""
         return EpochLosses(self._sum, self._count, self._epoch_seconds, self.seconds, self.stopped)
 
-    def merge_epoch(self, every: Sequence[EpochLosses]) -> None:
+    def merge_epoch(self, epochs: Sequence[EpochLosses]) -> None:
         """Make the epoch that of all workers: their mean loss, the slowest worker's time, and the earliest stop."""
-        if every:  # empty where the other workers have ended already
-            self._sum, self._count = sum(each.total for each in every), sum(each.count for each in every)
-            self._epoch_seconds = max(each.epoch_seconds for each in every)
-            self.seconds = max(each.seconds for each in every)
-            self.stopped = min((each.stopped for each in every if each.stopped is not None), default=None)
+        if epochs:  # empty where the other workers have ended already
+            self._sum, self._count = sum(epoch.total for epoch in epochs), sum(epoch.count for epoch in epochs)
+            self._epoch_seconds = max(epoch.epoch_seconds for epoch in epochs)
+            self.seconds = max(epoch.seconds for epoch in epochs)
+            self.stopped = min((epoch.stopped for epoch in epochs if epoch.stopped is not None), default=None)
 
     def _read_loss(self, result: StepResult, message: dict[str, Any]) -> None:
         """Read the loss of a step, and send the message about it."""
@@ -240,8 +240,8 @@ class StepLog:
             test_loss: mean over the test data, None without test data.
             stopped: whether a loss that is not finite stops the training.
         """
-        rest = (self.samples - self._first[0], self.seconds - self._first[1])
-        samples, seconds = rest if self.launched > self._resumed_at + 1 else self._first
+        remainder = (self.samples - self._first[0], self.seconds - self._first[1])
+        samples, seconds = remainder if self.launched > self._resumed_at + 1 else self._first
         return TrainingOutcome(
             plan=plan,
             steps=self.launched,
@@ -274,9 +274,9 @@ def _representative(late: Sequence[tuple[float, StepResult]]) -> Timeline:
     )
 
 
-def last_steps(job: Job, done: int) -> Timeline:
+def last_steps(job: Job, step_count: int) -> Timeline:
     """Return the timeline of all workers' last steps, each at its own pace."""
-    steps = min(done, LAST_STEPS)
+    steps = min(step_count, LAST_STEPS)
     timeline = job.timeline(steps)
-    said = f"{done - steps + 1} to {done}"
-    return replace(timeline, title=f"measured · steps {said}", notes={**timeline.notes, "step": said})
+    step_range = f"{step_count - steps + 1} to {step_count}"
+    return replace(timeline, title=f"measured · steps {step_range}", notes={**timeline.notes, "step": step_range})

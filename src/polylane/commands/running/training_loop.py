@@ -256,8 +256,8 @@ def _save_weights(job: Job, request: TrainRequest, outcome: TrainingOutcome) -> 
         error = _try_to_save(job, request.model_path)
         if error:
             spare = Path(tempfile.gettempdir()) / f"polylane-{os.getpid()}" / request.model_path.name
-            told = f"they are in {spare} instead" if not _try_to_save(job, spare) else "nor to the temporary folder"
-            return replace(outcome, saved=False, cause=f"{error}; {told}")
+            note = f"they are in {spare} instead" if not _try_to_save(job, spare) else "nor to the temporary folder"
+            return replace(outcome, saved=False, cause=f"{error}; {note}")
     except NotFinite as not_finite:
         return replace(outcome, saved=False, cause=str(not_finite))
     return outcome
@@ -285,13 +285,13 @@ def _epoch(job: Job, training: RecipeTraining, epoch: int, start: Position) -> I
         dataset = inputs.open_data(training.recipe, "train")
     # A short last batch that no step reaches must not be refused.
     drop_last = request.drop_last or training.ends_before_last
-    how: dict[str, Any] = {"drop_last": drop_last, "collate": training.recipe.collate, "start": start}
-    return job.batches(dataset, request.batch, first_epoch=epoch - 1, **how)
+    options: dict[str, Any] = {"drop_last": drop_last, "collate": training.recipe.collate, "start": start}
+    return job.batches(dataset, request.batch, first_epoch=epoch - 1, **options)
 
 
 def _learning_rate(job: Job) -> float | None:
-    first = job.optimizer[0] if isinstance(job.optimizer, list) else job.optimizer
-    groups = first.param_groups
+    optimizer = job.optimizer[0] if isinstance(job.optimizer, list) else job.optimizer
+    groups = optimizer.param_groups
     return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
 
 

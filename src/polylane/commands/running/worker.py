@@ -74,8 +74,8 @@ def watched_by(launcher: int, pages: Mapping[int, tuple[int, int]], world: World
 def run_torchrun_worker(request: TrainRequest, world: World, tell: Tell) -> TrainingOutcome:
     """Train in a worker that shares no memory with the others: rank 0 measures and decides, and its weights count."""
     # What was found on rank 0, which alone looks at the run's folder.
-    found = (str(request.resume_from or ""), str(request.checkpoints or ""))
-    resume_from, checkpoints = (Path(each) if each else None for each in world.all_gather_object(found)[0])
+    paths = (str(request.resume_from or ""), str(request.checkpoints or ""))
+    resume_from, checkpoints = (Path(path) if path else None for path in world.all_gather_object(paths)[0])
     request = replace(request, resume_from=resume_from, checkpoints=checkpoints)
     training = load_materials(request)
     training = replace(training, problem=replace(training.problem, device=world.accelerator))
@@ -90,10 +90,10 @@ def run_torchrun_worker(request: TrainRequest, world: World, tell: Tell) -> Trai
         audits = training.start_auditor(prepared, world)
         return _train_or_abandon(training.job(prepared, world, same_weights=False), training, prepared, tell, audits)
     except Exception as error:
-        told = error if isinstance(error, OutOfMemory) else out_of_memory(error, world.rank)
-        if told is None:
+        failure = error if isinstance(error, OutOfMemory) else out_of_memory(error, world.rank)
+        if failure is None:
             raise
-        raise with_predicted_memory(told, prepared, training.problem.samples) from None
+        raise with_predicted_memory(failure, prepared, training.problem.samples) from None
 
 
 def _train_or_abandon(

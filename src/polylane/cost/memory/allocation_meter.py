@@ -24,15 +24,15 @@ class AllocationMeter(TorchDispatchMode):
         peak_pieces: the most storages alive at the same time.
     """
 
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+    def __init__(self, old_tensors: Iterable[Tensor] = ()) -> None:
         """
         Args:
-            known: tensors that existed before and do not count.
+            old_tensors: tensors that existed before and do not count.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.current_bytes = self.peak_bytes = self.peak_pieces = self._count = 0
         self._alive: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
-        self.ignore_tensors(known)
+        self.ignore_tensors(old_tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -30,20 +30,20 @@ def find_attention_cores(graph: Graph) -> tuple[frozenset[str], ...]:
     for node in graph.nodes:
         for name in node.inputs:
             readers.setdefault(name, []).append(node)
-    found = [frozenset((node.name,)) for node in graph.nodes if _base_op(node) == _WHOLE]
-    taken: set[str] = set()
+    cores = [frozenset((node.name,)) for node in graph.nodes if _base_op(node) == _WHOLE]
+    used_names: set[str] = set()
     for node in graph.nodes:
-        if _base_op(node) in _SOFTMAX and node.name not in taken:
+        if _base_op(node) in _SOFTMAX and node.name not in used_names:
             # Both searches must end in a product of two activations: a product with a parameter is a
             # linear layer, and its softmax (a router, a classifier) no attention.
-            before = _reachable_nodes(node, lambda n: [nodes[name] for name in n.inputs])
-            after = _reachable_nodes(node, lambda n: readers.get(n.name, ()))
-            if before is not None and after is not None:
-                core = frozenset((*before, *after))
-                if not core & taken:
-                    found.append(core)
-                    taken |= core
-    return tuple(found)
+            ancestors = _reachable_nodes(node, lambda n: [nodes[name] for name in n.inputs])
+            descendants = _reachable_nodes(node, lambda n: readers.get(n.name, ()))
+            if ancestors is not None and descendants is not None:
+                core = frozenset((*ancestors, *descendants))
+                if not core & used_names:
+                    cores.append(core)
+                    used_names |= core
+    return tuple(cores)
 
 
 def _base_op(node: Node) -> str:

@@ -47,17 +47,17 @@ def call_identity(target: Any) -> Hashable:
     """Return a hashable identity of a target: the operator or function itself, or an object's type and attributes."""
     if isinstance(target, (LeafCall, FunctionCall, FunctionType, BuiltinFunctionType, torch._ops.OpOverload)):
         return target
-    own = {
+    attributes = {
         key: call_identity(value) if callable(value) else value
         for key, value in getattr(target, "__dict__", {}).items()
     }
-    found = (type(target), tuple(sorted(own.items())))
+    identity = (type(target), tuple(sorted(attributes.items())))
     # A module or list among the attributes is unhashable: such a target is only equal to itself.
     try:
-        hash(found)
+        hash(identity)
     except TypeError:
         return id(target)
-    return found
+    return identity
 
 
 def without_key(args: Any) -> tuple[Any, ...]:
@@ -75,30 +75,30 @@ def make_runnable(target: Any, device: str, fused: bool, shared: bool) -> Callab
         fused: whether attention may use a fused kernel that does not save the scores.
         shared: whether batch normalization sums its statistics over replicas.
     """
-    found: Callable[..., Any] = target
+    runnable: Callable[..., Any] = target
     # Wrappers are copied, not changed: the graph's own nodes must keep running the real thing.
     if isinstance(target, (UnderSetting, PythonOnSlice)):
-        around: Any = copy.copy(target)
-        around.target = make_runnable(target.target, device, fused, shared)
-        found = around
+        wrapper: Any = copy.copy(target)
+        wrapper.target = make_runnable(target.target, device, fused, shared)
+        runnable = wrapper
     elif isinstance(target, LeafCall):
-        found = _copy_leaf_call(target)
+        runnable = _copy_leaf_call(target)
     elif target is batch_norm:
-        found = functools.partial(_batch_norm, shared)
+        runnable = functools.partial(_batch_norm, shared)
     elif callable(getattr(target, "function", None)) and hasattr(target, "__dict__"):
-        around = copy.copy(target)
-        around.function = make_runnable(target.function, device, fused, shared)
-        found = around
+        wrapper = copy.copy(target)
+        wrapper.function = make_runnable(target.function, device, fused, shared)
+        runnable = wrapper
     elif target is torch.ops.aten.scaled_dot_product_attention.default and (device == "cuda" or not fused):
-        found = functools.partial(_attention, fused)
-    return found
+        runnable = functools.partial(_attention, fused)
+    return runnable
 
 
 def _copy_leaf_call(call: LeafCall) -> LeafCall:
     """Return a call of a copy of the module that shares parameters and buffers: a trial must not change its state."""
     shared: list[Any] = [*call.module.parameters(), *call.module.buffers()]
-    shared += [each.tracing for each in call.module.modules() if isinstance(each, ModelWithLoss)]  # of the capture
-    module = copy_module(call.module, {id(each): each for each in shared})
+    shared += [layer.tracing for layer in call.module.modules() if isinstance(layer, ModelWithLoss)]  # of the capture
+    module = copy_module(call.module, {id(value): value for value in shared})
     flags = [flag for _, flag in call.training]
     return dataclasses.replace(call, module=module, training=list(zip(module.modules(), flags, strict=True)))
 
@@ -110,8 +110,8 @@ def _batch_norm(shared: bool, part: SampleSlice, x: Tensor, weight: Any, bias: A
         part = dataclasses.replace(part, sum_replicas=lambda tensor: tensor)
     if part.sum_replicas is None:
         return torch.batch_norm(x, weight, bias, *args)
-    found: Tensor = SyncStatistics.apply(x, weight, bias, part, args[4])[0]  # type: ignore[no-untyped-call]
-    return found
+    output: Tensor = SyncStatistics.apply(x, weight, bias, part, args[4])[0]  # type: ignore[no-untyped-call]
+    return output
 
 
 def _attention(
@@ -147,8 +147,8 @@ def _attention(
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    found: Tensor = _EFFICIENT(query, key, value, attn_mask, True, dropout_p, is_causal, scale=factor)[0]
-    return found
+    output: Tensor = _EFFICIENT(query, key, value, attn_mask, True, dropout_p, is_causal, scale=factor)[0]
+    return output
 
 
 def _attention_with_scores(

@@ -47,9 +47,9 @@ class StageSteps:
         """Return the bytes alive at each moment of what is there from the start, and free once these nodes have run."""
         return intervals.alive_bytes(self.over[nodes], np.full(len(nodes), len(self.node) - 1), size, len(self.node))
 
-    def alive_between(self, first: Ints, last: Ints, size: Floats) -> Floats:
-        """Return the bytes alive at each moment of what is there when nodes ``last`` run, until ``first`` have run."""
-        return intervals.alive_bytes(self.over[first], self.begin[last], size, len(self.node))
+    def alive_between(self, ends: Ints, begins: Ints, size: Floats) -> Floats:
+        """Return the bytes alive at each moment of what is there when nodes ``begins`` run, until ``ends`` have run."""
+        return intervals.alive_bytes(self.over[ends], self.begin[begins], size, len(self.node))
 
     def alive_after(self, nodes: Ints, size: Floats) -> Floats:
         """Return the bytes alive at each moment of what is there to the end, once these nodes have run."""
@@ -57,10 +57,10 @@ class StageSteps:
 
     def gradients_kept(self, pieces: Ints) -> Floats:
         """Return the bytes alive at each moment, beyond the gradients that are, if these pieces live to the end."""
-        asked = np.zeros(max(self.pieces.max(initial=-1), pieces.max(initial=-1)) + 1, dtype=bool)
-        asked[pieces] = True
-        kept = asked[self.pieces]
-        return self._alive_to_the_end(self.ends[kept] - 1, self.sizes[kept])
+        lookup = np.zeros(max(self.pieces.max(initial=-1), pieces.max(initial=-1)) + 1, dtype=bool)
+        lookup[pieces] = True
+        mask = lookup[self.pieces]
+        return self._alive_to_the_end(self.ends[mask] - 1, self.sizes[mask])
 
     def _alive_to_the_end(self, begins: Ints, size: Floats) -> Floats:
         return intervals.alive_bytes(np.zeros(len(begins), dtype=np.int64), begins, size, len(self.node))
@@ -75,23 +75,23 @@ class BackwardSteps:
     """
 
     def __init__(self, flow: GradientFlow, count: int) -> None:
-        each = [flow.steps.get(i, [Step(runs=True)])[::-1] for i in range(count)]
-        moments = [step for steps in each for step in steps]
-        self._starts: Ints = np.concatenate([[0], np.cumsum([len(steps) for steps in each])]).astype(np.int64)
+        node_steps = [flow.steps.get(i, [Step(runs=True)])[::-1] for i in range(count)]
+        moments = [step for steps in node_steps for step in steps]
+        self._starts: Ints = np.concatenate([[0], np.cumsum([len(steps) for steps in node_steps])]).astype(np.int64)
         self._touches = Intervals.from_nodes([step.pieces for step in moments])
         self._added = Intervals.from_nodes([[] if step.added_to is None else [step.added_to] for step in moments])
         self._read = Intervals.from_nodes([flow.result_pieces.get(i, ()) for i in range(count)])
         self._node: Ints = np.repeat(np.arange(count, dtype=np.int64), np.diff(self._starts))
         self._runs = np.array([step.runs for step in moments], dtype=bool)
-        lowest = [next(i for i, step in enumerate(steps) if step.runs) for steps in each]
+        lowest = [next(i for i, step in enumerate(steps) if step.runs) for steps in node_steps]
         self._over: Ints = self._starts[:-1] + np.array(lowest, dtype=np.int64)
         self.sizes: Floats = np.array(flow.sizes, dtype=np.float64)
         self._ends = np.array(flow.is_parameter_gradient, dtype=bool)
-        first, last = intervals.first_and_last(self._touches.piece, self._touches.node, len(self.sizes))
-        touched = last >= 0
+        first_at, last_at = intervals.first_and_last(self._touches.piece, self._touches.node, len(self.sizes))
+        touched = last_at >= 0
         # Of pieces that a node touches, the lowest and the highest node that does.
-        self._lowest, self._highest = np.zeros_like(first), np.zeros_like(last)
-        self._lowest[touched], self._highest[touched] = self._node[first[touched]], self._node[last[touched]]
+        self._lowest, self._highest = np.zeros_like(first_at), np.zeros_like(last_at)
+        self._lowest[touched], self._highest[touched] = self._node[first_at[touched]], self._node[last_at[touched]]
 
     def of_stage(self, pieces: Sequence[Range], local: Ints) -> StageSteps:
         """Return the moments of a stage.
@@ -100,28 +100,28 @@ class BackwardSteps:
             pieces: the stage's ranges of nodes.
             local: by node of the graph its number in the stage; -1 for others.
         """
-        ranges = [(int(self._starts[first]), int(self._starts[end])) for first, end in pieces]
-        shift = np.cumsum([0, *(end - first for first, end in ranges)])
-        moved = [first - at for (first, _), at in zip(ranges, shift, strict=False)]
+        ranges = [(int(self._starts[start]), int(self._starts[end])) for start, end in pieces]
+        shift = np.cumsum([0, *(end - start for start, end in ranges)])
+        moved = [start - at for (start, _), at in zip(ranges, shift, strict=False)]
         over, begin = (
-            np.concatenate([each[a:b] - by for (a, b), by in zip(pieces, moved, strict=True)])
-            for each in (self._over, self._starts[1:] - 1)
+            np.concatenate([array[a:b] - by for (a, b), by in zip(pieces, moved, strict=True)])
+            for array in (self._over, self._starts[1:] - 1)
         )
         count = int(shift[-1])
         touched, at = self._touches.in_ranges(ranges)
-        first, last = intervals.first_and_last(touched, at, len(self.sizes))
-        ids = np.flatnonzero(last >= 0)
+        first_at, last_at = intervals.first_and_last(touched, at, len(self.sizes))
+        ids = np.flatnonzero(last_at >= 0)
         lowest, highest = self._lowest[ids], self._highest[ids]
         goes = (local[lowest] < 0) & ~self._ends[ids]  # sent to an earlier stage: alive until the pass ends
-        ends = np.where(goes, 0, first[ids])
+        ends = np.where(goes, 0, first_at[ids])
         # A gradient that comes from a later stage counts as received, not as made here. Who sent the backward pass on
         # holds it, so that the first gradient that is added to it makes new memory; so does handing it on as it is.
         is_read = np.zeros(len(self.sizes), dtype=bool)
         is_read[self._read.in_ranges(pieces)[0]] = True
         received = (local[highest] < 0) & is_read[ids]
         added = intervals.first_and_last(*self._added.in_ranges(ranges), len(self.sizes))[1][ids]
-        copied = np.where(added >= 0, added, np.where(goes, first[ids], -1))
-        begins = np.where(received, copied, last[ids])
+        copied = np.where(added >= 0, added, np.where(goes, first_at[ids], -1))
+        begins = np.where(received, copied, last_at[ids])
         size = np.where(begins < 0, 0.0, self.sizes[ids])
         begins = np.maximum(begins, ends)
         return StageSteps(

@@ -45,10 +45,10 @@ class DeferredMemory:
             pieces: ranges of nodes of the stage.
             sizes, gradient_sizes: bytes of all pieces of values and of gradients.
         """
-        inputs, gradients = (np.unique(kept.in_ranges(pieces)[0]) for kept in (self.inputs, self.gradients))
-        own = intervals.slice_ranges(self.own, pieces).sum()
-        kept = float(sizes[inputs].sum() + gradient_sizes[gradients].sum() + own)
-        return kept, float(intervals.slice_ranges(self.weights, pieces).max(initial=0.0))
+        inputs, gradients = (np.unique(touches.in_ranges(pieces)[0]) for touches in (self.inputs, self.gradients))
+        own_bytes = intervals.slice_ranges(self.own, pieces).sum()
+        kept_bytes = float(sizes[inputs].sum() + gradient_sizes[gradients].sum() + own_bytes)
+        return kept_bytes, float(intervals.slice_ranges(self.weights, pieces).max(initial=0.0))
 
     def bytes_kept_longer(
         self, pieces: Sequence[Range], saved: Mapping[int, int], sizes: Floats, steps: StageSteps
@@ -63,9 +63,9 @@ class DeferredMemory:
         """
         inputs = np.array([i for i in np.unique(self.inputs.in_ranges(pieces)[0]) if i in saved], dtype=np.int64)
         nodes = np.array([saved[i] for i in inputs], dtype=np.int64)
-        own = intervals.slice_ranges(self.own, pieces)
-        kept = steps.alive_after(nodes, sizes[inputs]) + steps.alive_after(np.arange(len(own)), own)
-        return kept + steps.gradients_kept(np.unique(self.gradients.in_ranges(pieces)[0]))
+        own_bytes = intervals.slice_ranges(self.own, pieces)
+        kept_bytes = steps.alive_after(nodes, sizes[inputs]) + steps.alive_after(np.arange(len(own_bytes)), own_bytes)
+        return kept_bytes + steps.gradients_kept(np.unique(self.gradients.in_ranges(pieces)[0]))
 
 
 @dataclass(frozen=True)
@@ -95,21 +95,23 @@ def find_deferred_calls(graph: Graph, keeping: SavedTensors) -> list[WaitingCall
         keeping: what operators save on one rank.
     """
     _, calls = find_weight_calls(graph.code.fx, lambda name: graph.parameters[name].trainable)
-    found = list[WaitingCall]()
+    waiting_calls = list[WaitingCall]()
     for node, formula in calls.items():
         name = str(node.meta["name"])
         saved = keeping.nodes.get(name)
         if saved is None:
             continue
         arguments = positional_arguments(node)
-        kept = _key_of(operand_at(arguments, formula.kept))
+        kept_key = _key_of(operand_at(arguments, formula.kept))
         late = (_key_of(operand_at(arguments, at)) for at in (formula.weight, formula.bias) if at is not None)
         # Some keys are others in the rank's own code: then the first input is kept, and parameters get gradients later.
-        is_read = kept in saved.input_keys
+        is_read = kept_key in saved.input_keys
         later = frozenset(late) & set(saved.input_keys)
         later = later or frozenset(key for key in saved.input_keys if keeping.forms[key].is_parameter)
-        found.append(WaitingCall(name, saved, formula, kept if is_read else next(iter(saved.input_keys), None), later))
-    return found
+        waiting_calls.append(
+            WaitingCall(name, saved, formula, kept_key if is_read else next(iter(saved.input_keys), None), later)
+        )
+    return waiting_calls
 
 
 def find_deferred_memory(
@@ -129,18 +131,18 @@ def find_deferred_memory(
         result_gradients: by node the gradient pieces of its results, in the first half of a backward pass.
     """
     inputs, gradients = ([list[int]() for _ in graph.nodes] for _ in range(2))
-    own, weights = np.zeros(len(graph.nodes)), np.zeros(len(graph.nodes))
+    own_bytes, weights = np.zeros(len(graph.nodes)), np.zeros(len(graph.nodes))
     for call in calls:
         saved, key = call.saved, call.kept
         if saved.at not in result_gradients:  # no gradient arrives
             continue
         if key is not None and call.formula.is_product and saved.trial.is_known and key not in saved.keys:
-            own[saved.at] = _cast_bytes(key, saved, keeping)  # autograd, too, saves a cast of it
+            own_bytes[saved.at] = _cast_bytes(key, saved, keeping)  # autograd, too, saves a cast of it
         elif key is not None and (piece := piece_of(key)) is not None:
             inputs[saved.at].append(piece)
         gradients[saved.at] += result_gradients[saved.at]
         weights[saved.at] = sum(keeping.forms[k].bytes for k in call.later)
-    return DeferredMemory(Intervals.from_nodes(inputs), Intervals.from_nodes(gradients), own, weights)
+    return DeferredMemory(Intervals.from_nodes(inputs), Intervals.from_nodes(gradients), own_bytes, weights)
 
 
 def _key_of(operand: fx.Node) -> Key:

@@ -61,49 +61,49 @@ class GradientFlow:
 
     def run_backward_of(self, name: str, saved: SavedByOperator, forms: Mapping[Key, TensorForm]) -> None:
         """Run one operator's backward pass: consume its outputs' gradients, produce those of its inputs."""
-        given = {j: self._of[key] for j, key in enumerate(saved.output_keys) if key in self._of}
+        output_pieces = {j: self._of[key] for j, key in enumerate(saved.output_keys) if key in self._of}
         fixed = {j for j, key in enumerate(saved.output_keys) if key in self._not_addable}
-        if not given:
+        if not output_pieces:
             return
-        steps, call = self.steps.setdefault(saved.at, []), Step(list(given.values()), runs=True)
+        steps, call = self.steps.setdefault(saved.at, []), Step(list(output_pieces.values()), runs=True)
         steps.append(call)
-        self.result_pieces.setdefault(saved.at, []).extend(given.values())
+        self.result_pieces.setdefault(saved.at, []).extend(output_pieces.values())
         for key in saved.output_keys:
             self._drop_gradient(key)
         later = self._later.get(name, ())
         if later:
-            for piece in given.values():
+            for piece in output_pieces.values():
                 self._users[piece] += 1
         finished = list[int]()  # gradients of parameters
         for key, origin in zip(saved.input_keys, saved.trial.gradient_origins, strict=False):
             if origin is None or key in later:
                 continue
             # The operator passes an output's gradient on (a view, an addition), or allocates one.
-            if origin.output in given:
-                found = given[origin.output]
+            if origin.output in output_pieces:
+                gradient = output_pieces[origin.output]
             else:
                 size = origin.new_bytes if origin.output is None else forms[key].bytes
-                found = self._new_piece(size, forms[key].is_parameter)
-            call.pieces.append(found)
-            total = self._accumulate(key, found, forms[key], origin.is_addable and origin.output not in fixed, steps)
+                gradient = self._new_piece(size, forms[key].is_parameter)
+            call.pieces.append(gradient)
+            total = self._accumulate(key, gradient, forms[key], origin.is_addable and origin.output not in fixed, steps)
             if forms[key].is_parameter:
                 finished.append(total)
         # All that an operator has made is alive until its sums are made.
         steps[-1].pieces += finished
 
-    def _accumulate(self, key: Key, found: int, form: TensorForm, is_addable: bool, steps: list[Step]) -> int:
+    def _accumulate(self, key: Key, piece: int, form: TensorForm, is_addable: bool, steps: list[Step]) -> int:
         """Accumulate a tensor's gradient, in a step of its own if it is not the first; return the piece of the sum."""
-        before = self._of.get(key)
-        if before is None:
-            self._set_gradient(key, found, is_addable)
-            return found
-        if self._users[before] == 1 and key not in self._not_addable:
-            steps.append(Step([before, found], added_to=before))
-            return before
+        old_piece = self._of.get(key)
+        if old_piece is None:
+            self._set_gradient(key, piece, is_addable)
+            return piece
+        if self._users[old_piece] == 1 and key not in self._not_addable:
+            steps.append(Step([old_piece, piece], added_to=old_piece))
+            return old_piece
         self._drop_gradient(key)
         total = self._new_piece(form.bytes, form.is_parameter)
         self._set_gradient(key, total)
-        steps.append(Step([before, found, total]))
+        steps.append(Step([old_piece, piece, total]))
         return total
 
     def _new_piece(self, size: int, ends: bool) -> int:

@@ -56,7 +56,7 @@ def find_held_messages(program: Program, needs: Mapping[int, PeakMemory]) -> tup
     passes = [action for action in program.actions if action.kind in PASSES]
     places = _PassPlaces(passes)
     sizes = {stage: _MessageSizes(program, stage, need) for stage, need in needs.items()}
-    return tuple(each for each in _held(program, places, sizes) if each.bytes and each.first < each.end)
+    return tuple(message for message in _held(program, places, sizes) if message.bytes and message.first < message.end)
 
 
 def sum_held(messages: Sequence[HeldMessage], passes: int) -> list[float]:
@@ -74,44 +74,44 @@ def _held(program: Program, places: _PassPlaces, sizes: Mapping[int, _MessageSiz
     for position, action in enumerate(program.actions):
         if action.kind is ActionKind.RECEIVE:
             assert action.value is not None and action.microbatch is not None
-            size, here = sizes[action.stage], (action.stage, action.microbatch)
-            known = size.gradients_received if action.gradient else size.values_received
+            size, pass_key = sizes[action.stage], (action.stage, action.microbatch)
+            value_bytes = size.gradients_received if action.gradient else size.values_received
             reads = places.backward if action.gradient else places.forward
-            yield HeldMessage(known[action.value], bisect_left(compute, posted[position]), reads[here])
+            yield HeldMessage(value_bytes[action.value], bisect_left(compute, posted[position]), reads[pass_key])
     yield from _held_sends(program, places, sizes)
     yield from _handed_gradients(program, places, sizes)
 
 
 def _held_sends(program: Program, places: _PassPlaces, sizes: Mapping[int, _MessageSizes]) -> Iterator[HeldMessage]:
     # What goes to several workers is in memory once, until the last one that is waited for.
-    found = dict[tuple[int, int, str, bool], HeldMessage]()
+    messages = dict[tuple[int, int, str, bool], HeldMessage]()
     for action in program.actions:
         if action.kind is not ActionKind.SEND:
             continue
         assert action.value is not None and action.microbatch is not None
         stage, microbatch, value = action.stage, action.microbatch, action.value
         end = places.first_backward(stage, waiting_microbatch(program, action))
-        made = places.backward.get((stage, microbatch), end)
+        backward_place = places.backward.get((stage, microbatch), end)
         size = sizes[stage].gradients_sent[value] if action.gradient else sizes[stage].values_kept.get(value, 0.0)
         key = stage, microbatch, value, action.gradient
-        if key not in found or found[key].end < end:
-            found[key] = HeldMessage(size, made + action.gradient, end)
-    yield from found.values()
+        if key not in messages or messages[key].end < end:
+            messages[key] = HeldMessage(size, backward_place + action.gradient, end)
+    yield from messages.values()
 
 
 def _handed_gradients(
     program: Program, places: _PassPlaces, sizes: Mapping[int, _MessageSizes]
 ) -> Iterator[HeldMessage]:
     """Yield the gradients that one stage of the worker hands to another one; those of one value are added up."""
-    first = dict[tuple[str, _Pass], tuple[int, float]]()
+    gradients = dict[tuple[str, _Pass], tuple[int, float]]()
     for (value, reader), source in program.local_sources.items():
         size = sizes[reader].gradients_sent.get(value, 0.0)
-        for (stage, microbatch), made in places.backward.items():
+        for (stage, microbatch), backward_place in places.backward.items():
             if stage == reader:
                 key = value, (source, microbatch)
-                first[key] = min(first.get(key, (made + 1, size)), (made + 1, size))
-    for (_, there), (begin, size) in first.items():
-        yield HeldMessage(size, begin, places.backward[there])
+                gradients[key] = min(gradients.get(key, (backward_place + 1, size)), (backward_place + 1, size))
+    for (_, pass_key), (begin, size) in gradients.items():
+        yield HeldMessage(size, begin, places.backward[pass_key])
 
 
 class _PassPlaces:
@@ -160,5 +160,5 @@ class _MessageSizes:
 
 def _share_out(total: float, crossings: Sequence[StageCrossing]) -> dict[str, float]:
     """Divide bytes among crossing values by their sizes."""
-    whole = sum(crossing.bytes for crossing in crossings)
-    return {crossing.value: total * crossing.bytes / whole if whole else 0.0 for crossing in crossings}
+    size_total = sum(crossing.bytes for crossing in crossings)
+    return {crossing.value: total * crossing.bytes / size_total if size_total else 0.0 for crossing in crossings}

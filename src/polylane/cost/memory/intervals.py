@@ -32,9 +32,9 @@ class Intervals:
     starts: Ints
 
     @classmethod
-    def from_nodes(cls, each: Sequence[Iterable[int]]) -> Intervals:
+    def from_nodes(cls, node_pieces: Sequence[Iterable[int]]) -> Intervals:
         """Build from the pieces that each node touches."""
-        lists = [sorted(set(pieces)) for pieces in each]
+        lists = [sorted(set(pieces)) for pieces in node_pieces]
         counts = np.array([len(pieces) for pieces in lists], dtype=np.int64)
         piece = np.array([p for pieces in lists for p in pieces], dtype=np.int64)
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -43,21 +43,21 @@ class Intervals:
     def in_ranges(self, pieces: Sequence[Range]) -> tuple[Ints, Ints]:
         """Return the touches in some ranges of nodes: pieces, and nodes renumbered consecutively from 0."""
         at, parts, nodes = 0, list[Ints](), list[Ints]()
-        for first, end in pieces:
-            inside = slice(self.starts[first], self.starts[end])
-            parts.append(self.piece[inside])
-            nodes.append(self.node[inside] - first + at)
-            at += end - first
+        for start, end in pieces:
+            touches = slice(self.starts[start], self.starts[end])
+            parts.append(self.piece[touches])
+            nodes.append(self.node[touches] - start + at)
+            at += end - start
         return (parts[0], nodes[0]) if len(parts) == 1 else (np.concatenate(parts), np.concatenate(nodes))
 
 
 def first_and_last(piece: Ints, node: Ints, count: int) -> tuple[Ints, Ints]:
     """Return the first and the last node that touches each piece; touches must be sorted by node."""
-    first, last = np.full(count, NEVER, dtype=np.int64), np.full(count, -1, dtype=np.int64)
+    first_nodes, last_nodes = np.full(count, NEVER, dtype=np.int64), np.full(count, -1, dtype=np.int64)
     # numpy keeps the last of repeated assignments: forwards it is the last touch, reversed the first.
-    last[piece] = node
-    first[piece[::-1]] = node[::-1]
-    return first, last
+    last_nodes[piece] = node
+    first_nodes[piece[::-1]] = node[::-1]
+    return first_nodes, last_nodes
 
 
 def alive_bytes(begins: Ints, ends: Ints, size: Floats, count: int) -> Floats:
@@ -69,4 +69,4 @@ def alive_bytes(begins: Ints, ends: Ints, size: Floats, count: int) -> Floats:
 
 
 def slice_ranges(array: Floats, pieces: Sequence[Range]) -> Floats:
-    return np.concatenate([array[first:end] for first, end in pieces])
+    return np.concatenate([array[start:end] for start, end in pieces])

@@ -60,7 +60,7 @@ class PeakMemory:
 
     def scaled(self, factor: float) -> PeakMemory:
         """Return the memory for ``factor`` times the samples: all figures are proportional."""
-        return PeakMemory(*(factor * getattr(self, each.name) for each in fields(self)))
+        return PeakMemory(*(factor * getattr(self, field.name) for field in fields(self)))
 
     @property
     def live_bytes(self) -> float:
@@ -75,7 +75,7 @@ class LiveRanges:
         graph: the graph whose passes run.
         keeping: tensors that operators save on one rank, at the samples of its setting.
         dropped: what forward passes drop, to be recomputed in the backward passes.
-        again: the pieces of the graph that run again for it (:meth:`.recompute_choice.SavedValues.pieces`).
+        repeated_pieces: the pieces of the graph that run again for it (:meth:`.recompute_choice.SavedValues.pieces`).
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class LiveRanges:
         graph: Graph,
         keeping: SavedTensors,
         dropped: DroppedTensors = NOTHING_DROPPED,
-        again: Sequence[RepeatedPiece] = (),
+        repeated_pieces: Sequence[RepeatedPiece] = (),
     ) -> None:
         self._graph, self._keeping, self._dropped = graph, keeping, dropped
-        self._again = again
+        self._again = repeated_pieces
         # Pieces of memory are numbered; the lists below have one entry for each.
         self._pieces: dict[Key, int] = {}
         self._sizes: list[int] = []
@@ -102,45 +102,45 @@ class LiveRanges:
 
     def microbatch_memory(self, pieces: Sequence[Range]) -> PeakMemory:
         """Return the memory of one microbatch on a stage made up of these ranges of nodes, in ascending order."""
-        count = sum(end - first for first, end in pieces)
+        count = sum(end - start for start, end in pieces)
         local = np.full(len(self._graph.nodes) + 1, -1, dtype=np.int64)  # -1: not in the stage
         local[np.concatenate([np.arange(a, b) for a, b in pieces])] = np.arange(count)
         touched, at = self._values.in_ranges(pieces)
-        first, last = intervals.first_and_last(touched, at, len(self._bytes))
-        ids = np.flatnonzero(last >= 0)  # pieces that the stage touches
+        first_nodes, last_nodes = intervals.first_and_last(touched, at, len(self._bytes))
+        ids = np.flatnonzero(last_nodes >= 0)  # pieces that the stage touches
         # A piece is own if a node of the stage makes it; it leaves if nodes of other stages read it as well.
-        own = (local[self._maker[ids]] >= 0) | self._is_free[ids]
-        begins = np.where(self._is_free[ids], first[ids], local[self._maker[ids]])
-        inside = np.bincount(touched, minlength=len(self._bytes))[ids]
-        leaves = own & ~self._is_free[ids] & (inside < self._times[ids])
+        is_own = (local[self._maker[ids]] >= 0) | self._is_free[ids]
+        begins = np.where(self._is_free[ids], first_nodes[ids], local[self._maker[ids]])
+        touch_counts = np.bincount(touched, minlength=len(self._bytes))[ids]
+        leaves = is_own & ~self._is_free[ids] & (touch_counts < self._times[ids])
         size = self._bytes[ids]
         saved = intervals.first_and_last(*self._kept.in_ranges(pieces), len(self._bytes))[0][ids]
         is_saved = saved < intervals.NEVER
-        received, sent = float(size[~own].sum()), float(size[leaves].sum())
+        received, sent = float(size[~is_own].sum()), float(size[leaves].sum())
         keeps = intervals.slice_ranges(self._own, pieces)
-        stays = is_saved & own & ~leaves
+        stays = is_saved & is_own & ~leaves
         # Forward: own values live from their maker to the last reader; saved and sent ones to the end of the pass.
-        ends = np.where(is_saved | leaves, count - 1, last[ids])
-        alive = intervals.alive_bytes(begins[own], ends[own], size[own], count) + np.cumsum(keeps)
+        ends = np.where(is_saved | leaves, count - 1, last_nodes[ids])
+        alive = intervals.alive_bytes(begins[is_own], ends[is_own], size[is_own], count) + np.cumsum(keeps)
         forward = float((alive + intervals.slice_ranges(self._forward, pieces)).max(initial=0.0)) + received
-        asked = float(size[leaves & self._flowing[ids]].sum())
+        gradients_received = float(size[leaves & self._flowing[ids]].sum())
         finished = self._finished_gradient_bytes(pieces, count)
 
         def backward(steps: StageSteps) -> tuple[Floats, dict[int, int]]:
             """Return the bytes at each moment, and the nodes that free saved pieces."""
             # From the last node down: a saved piece is freed after the first node that saved it.
-            held = steps.alive_until(saved[stays], size[stays]) + steps.alive_until(np.arange(count), keeps)
-            found, workspace, made_again = self._recomputed_bytes(pieces, ids[~own | leaves], steps)
+            saved_bytes = steps.alive_until(saved[stays], size[stays]) + steps.alive_until(np.arange(count), keeps)
+            recomputed_bytes, workspace, made_again = self._recomputed_bytes(pieces, ids[~is_own | leaves], steps)
             # Where a piece runs again, that comes before the node's own backward pass and the gradients that it makes.
-            work = intervals.slice_ranges(self._backward, pieces)[steps.node]
-            work = np.where(steps.runs, np.maximum(work, workspace[steps.node] - steps.made), 0.0)
+            temporaries = intervals.slice_ranges(self._backward, pieces)[steps.node]
+            temporaries = np.where(steps.runs, np.maximum(temporaries, workspace[steps.node] - steps.made), 0.0)
             freed = {**dict(zip(ids[stays], saved[stays], strict=True)), **made_again}
-            return held + found + steps.gradients + work, freed
+            return saved_bytes + recomputed_bytes + steps.gradients + temporaries, freed
 
         # Values of the stage's boundary and their received gradients stay for all of the backward pass.
-        constant = received + sent + asked
-        steps, first_half = (each.of_stage(pieces, local) for each in (self._gradients, self._first_half))
-        held, _ = backward(steps)
+        constant = received + sent + gradients_received
+        steps, first_half = (moments.of_stage(pieces, local) for moments in (self._gradients, self._first_half))
+        pass_bytes, _ = backward(steps)
         in_half, freed = backward(first_half)
         in_half += self._halves.bytes_kept_longer(pieces, freed, self._bytes, first_half)
         between, later = self._halves.bytes_between(pieces, self._bytes, self._first_half.sizes)
@@ -148,11 +148,11 @@ class LiveRanges:
             saved=float(size[stays].sum() + keeps.sum()),
             values_received=received,
             values_sent=sent,
-            gradients_received=asked,
-            gradients_sent=float(size[~own & self._flowing[ids]].sum()),
+            gradients_received=gradients_received,
+            gradients_sent=float(size[~is_own & self._flowing[ids]].sum()),
             forward_peak=forward,
-            backward_peak=float(held.max(initial=0.0)) + constant,
-            first_backward_peak=float((held + finished[steps.node]).max(initial=0.0)) + constant,
+            backward_peak=float(pass_bytes.max(initial=0.0)) + constant,
+            first_backward_peak=float((pass_bytes + finished[steps.node]).max(initial=0.0)) + constant,
             batch_bytes=self._batch_bytes,
             between_halves=between,
             input_half_peak=float(in_half.max(initial=0.0)) + constant,
@@ -182,71 +182,71 @@ class LiveRanges:
         size[elsewhere] = 0.0
         begins = np.full(len(self._again), -1, dtype=np.int64)
         np.maximum.at(begins, self._piece_of[touched], at)
-        first, last = intervals.first_and_last(touched, at, len(self._bytes))
-        made = np.flatnonzero(last >= 0)
-        found = steps.alive_between(first[made], begins[self._piece_of[made]], size[made])
+        first_nodes, last_nodes = intervals.first_and_last(touched, at, len(self._bytes))
+        ids = np.flatnonzero(last_nodes >= 0)
+        recomputed_bytes = steps.alive_between(first_nodes[ids], begins[self._piece_of[ids]], size[ids])
         runs = begins >= 0
         np.maximum.at(workspace, begins[runs], self._workspace[runs])
         crossing = set(elsewhere.tolist())
-        return found, workspace, {int(p): int(first[p]) for p in made if int(p) not in crossing}
+        return recomputed_bytes, workspace, {int(p): int(first_nodes[p]) for p in ids if int(p) not in crossing}
 
     def _finished_gradient_bytes(self, pieces: Sequence[Range], count: int) -> Floats:
         """Return the bytes of parameter gradients that exist before the backward pass of every node."""
         touched, at = self._parameters.in_ranges(pieces)
-        first, last = intervals.first_and_last(touched, at, len(self._trained_bytes))
-        ids = np.flatnonzero(last >= 0)
-        done = np.bincount(first[ids], self._trained_bytes[ids], count + 1)
-        return np.asarray(np.cumsum(done[::-1])[::-1][1:], dtype=np.float64)
+        first_nodes, last_nodes = intervals.first_and_last(touched, at, len(self._trained_bytes))
+        ids = np.flatnonzero(last_nodes >= 0)
+        finished_bytes = np.bincount(first_nodes[ids], self._trained_bytes[ids], count + 1)
+        return np.asarray(np.cumsum(finished_bytes[::-1])[::-1][1:], dtype=np.float64)
 
     # ---- building ----------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
         nodes = self._graph.nodes
-        values, kept = [list[int]() for _ in nodes], [list[int]() for _ in nodes]
+        values, kept_pieces = [list[int]() for _ in nodes], [list[int]() for _ in nodes]
         self._own: Floats = np.zeros(len(nodes))
         self._forward: Floats = np.zeros(len(nodes))
         self._backward: Floats = np.zeros(len(nodes))
-        again, asked = (
-            {name: number for number, each in enumerate(self._again) for name in each.names},
+        piece_numbers, asked_pieces = (
+            {name: number for number, repeated_piece in enumerate(self._again) for name in repeated_piece.names},
             [list[int]() for _ in nodes],
         )
         groups: dict[int, int] = {}  # dropped memory -> number of the piece that makes it again
-        for operator, each in self._keeping.nodes.items():
-            i, name = each.at, nodes[each.at].name
+        for operator, saved in self._keeping.nodes.items():
+            i, name = saved.at, nodes[saved.at].name
             repeats = name in self._dropped.again and operator in self._keeping.repeatable
-            given = [
+            output_pieces = [
                 self._output_piece(key, i, nodes[i].recomputable)
-                for key in each.output_keys
+                for key in saved.output_keys
                 if key in self._keeping.forms
             ]
-            values[i] += [p for p in (*map(self._memory_piece, each.input_keys), *given) if p is not None]
+            values[i] += [p for p in (*map(self._memory_piece, saved.input_keys), *output_pieces) if p is not None]
             if not repeats:
-                self._own[i] += each.own_bytes
-            elif each.own_bytes:  # memory of its own, which is made again
-                own = self._add_memory(each.own_bytes, i)
-                asked[i].append(own)
-                groups[own] = again[name]
-            for piece in (p for p in map(self._memory_piece, each.keys) if p is not None):
+                self._own[i] += saved.own_bytes
+            elif saved.own_bytes:  # memory of its own, which is made again
+                own_piece = self._add_memory(saved.own_bytes, i)
+                asked_pieces[i].append(own_piece)
+                groups[own_piece] = piece_numbers[name]
+            for piece in (p for p in map(self._memory_piece, saved.keys) if p is not None):
                 maker = nodes[self._made[piece]].name
                 if maker in self._dropped.values and self._keys[piece][0] in self._keeping.repeatable:
-                    asked[i].append(piece)
-                    groups[piece] = again[maker]
+                    asked_pieces[i].append(piece)
+                    groups[piece] = piece_numbers[maker]
                 else:
-                    kept[i].append(piece)
-            made = sum(origin.new_bytes for origin in each.trial.gradient_origins if origin is not None)
-            work = each.trial.forward_peak
+                    kept_pieces[i].append(piece)
+            gradient_bytes = sum(origin.new_bytes for origin in saved.trial.gradient_origins if origin is not None)
+            peak = saved.trial.forward_peak
             if repeats:  # where the result is kept, the rest is dropped after the operator
-                work = each.trial.dropping_peak if name in self._dropped.values else work + each.own_bytes
-            self._forward[i] = max(self._forward[i], work)
-            self._backward[i] = max(self._backward[i], each.trial.backward - made)
-        for each_piece, begin in zip(self._again, self._last_asked(groups, asked), strict=True):
+                peak = saved.trial.dropping_peak if name in self._dropped.values else peak + saved.own_bytes
+            self._forward[i] = max(self._forward[i], peak)
+            self._backward[i] = max(self._backward[i], saved.trial.backward - gradient_bytes)
+        for each_piece, begin in zip(self._again, self._last_asked(groups, asked_pieces), strict=True):
             # What a piece reads is kept until it runs again.
-            kept[begin] += [p for p in map(self._memory_piece, each_piece.read) if p is not None]
-        self._asked, self._workspace = Intervals.from_nodes(asked), self._find_workspace(groups)
+            kept_pieces[begin] += [p for p in map(self._memory_piece, each_piece.read) if p is not None]
+        self._asked, self._workspace = Intervals.from_nodes(asked_pieces), self._find_workspace(groups)
         self._piece_of: Ints = np.full(len(self._sizes), -1, dtype=np.int64)
         for memory, number in groups.items():
             self._piece_of[memory] = number
-        self._values, self._kept = Intervals.from_nodes(values), Intervals.from_nodes(kept)
+        self._values, self._kept = Intervals.from_nodes(values), Intervals.from_nodes(kept_pieces)
         self._bytes: Floats = np.array(self._sizes, dtype=np.float64)
         self._maker: Ints = np.array(self._made, dtype=np.int64)
         self._flowing, self._is_free = np.array(self._flows, dtype=bool), np.array(self._free, dtype=bool)
@@ -259,46 +259,46 @@ class LiveRanges:
         forms = self._keeping.forms
         self._batch_bytes = float(sum(form.bytes for key, form in forms.items() if key[0].startswith("input:")))
 
-    def _last_asked(self, groups: Mapping[int, int], asked: Sequence[Sequence[int]]) -> list[int]:
+    def _last_asked(self, groups: Mapping[int, int], asked_pieces: Sequence[Sequence[int]]) -> list[int]:
         """Return for every piece that runs again the last node that saves something of it."""
-        found = [0] * len(self._again)
-        for position, memory in enumerate(asked):
-            for each in memory:
-                found[groups[each]] = position
-        return found
+        positions = [0] * len(self._again)
+        for position, memory in enumerate(asked_pieces):
+            for memory_piece in memory:
+                positions[groups[memory_piece]] = position
+        return positions
 
     def _find_workspace(self, groups: Mapping[int, int]) -> Floats:
         """Return for every piece the bytes alive at most while it runs again, beyond all that it makes for autograd."""
-        found: Floats = np.zeros(len(self._again))
+        workspace: Floats = np.zeros(len(self._again))
         nodes, makes = self._graph.nodes, defaultdict[int, list[int]](list)
         operators = defaultdict[int, list[SavedByOperator]](list)
         for memory, position in enumerate(self._made):
             makes[position].append(memory)
-        for each in self._keeping.nodes.values():
-            operators[each.at].append(each)
+        for operator in self._keeping.nodes.values():
+            operators[operator.at].append(operator)
         for number, piece in enumerate(self._again):
             order = sorted(self._graph.positions[name] for name in piece.names)
-            last: dict[int, int] = {}
+            last_nodes: dict[int, int] = {}
             for i in order:
-                for each in operators[i]:
-                    last |= dict.fromkeys(self._touched_by(each), i)
+                for operator in operators[i]:
+                    last_nodes |= dict.fromkeys(self._touched_by(operator), i)
             alive = saved = 0.0
             for i in order:
                 alive += sum(self._sizes[p] for p in makes[i] if p not in groups)
                 saved += sum(self._sizes[p] for p in makes[i] if p in groups)
-                peak = max((each.trial.forward_peak for each in operators[i]), default=0)
-                found[number] = max(found[number], alive + saved + peak)
+                peak = max((operator.trial.forward_peak for operator in operators[i]), default=0)
+                workspace[number] = max(workspace[number], alive + saved + peak)
                 alive -= sum(
                     self._sizes[p]
-                    for p, end in last.items()
+                    for p, end in last_nodes.items()
                     if end == i and p not in groups and nodes[self._made[p]].name in piece.names
                 )
-            found[number] = max(found[number] - saved, 0.0)
-        return found
+            workspace[number] = max(workspace[number] - saved, 0.0)
+        return workspace
 
-    def _touched_by(self, each: SavedByOperator) -> list[int]:
+    def _touched_by(self, saved: SavedByOperator) -> list[int]:
         """Return the pieces of memory in which an operator's inputs and outputs lie."""
-        keys = (key for key in (*each.output_keys, *each.input_keys) if key in self._keeping.storage_of)
+        keys = (key for key in (*saved.output_keys, *saved.input_keys) if key in self._keeping.storage_of)
         return [piece for piece in map(self._memory_piece, keys) if piece is not None]
 
     def _add_memory(self, size: int, position: int, flows: bool = False, free: bool = False) -> int:
@@ -336,8 +336,8 @@ class LiveRanges:
         flow = GradientFlow(later)
         if self._keeping.loss_key is not None:
             flow.start_from_loss(self._keeping.loss_key)
-        for name, each in reversed(list(self._keeping.nodes.items())):
-            flow.run_backward_of(name, each, self._keeping.forms)
+        for name, saved in reversed(list(self._keeping.nodes.items())):
+            flow.run_backward_of(name, saved, self._keeping.forms)
         return BackwardSteps(flow, len(self._graph.nodes)), flow.result_pieces
 
     def _build_parameters(self) -> None:

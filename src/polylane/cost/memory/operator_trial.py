@@ -32,8 +32,8 @@ class TensorForm:
     @property
     def bytes(self) -> int:
         """Bytes of the memory that its elements span."""
-        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
+        last_offset = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return 0 if 0 in self.shape else (last_offset + 1) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -129,24 +129,24 @@ def try_operator(
 
     with saved_tensors_hooks(pack, lambda tensor: tensor), ledger:
         result = call(tensors)
-    every: list[Any] = list(result) if isinstance(result, (list, tuple)) else [result]
+    results: list[Any] = list(result) if isinstance(result, (list, tuple)) else [result]
     # Reversed, so that of several tensors with one storage the first wins.
     of_input = {storage_id(t): i for i, t in reversed(list(enumerate(tensors)))}
-    of_output = {storage_id(t): j for j, t in reversed(list(enumerate(every))) if isinstance(t, Tensor)}
+    of_output = {storage_id(t): j for j, t in reversed(list(enumerate(results))) if isinstance(t, Tensor)}
     new = {at: j for at, j in of_output.items() if at not in of_input}
     # Read before the backward pass, which allocates too. Storages alive now that belong to no output are saved by
     # autograd.
-    alive, after = ledger.alive_bytes(), ledger.current_bytes
-    more = max(ledger.peak_bytes - after, 0)
-    gradients, back = _run_backward(every, tensors, ledger)
-    own = tuple(size for at, size in alive.items() if at not in new)
+    alive, current_bytes = ledger.alive_bytes(), ledger.current_bytes
+    forward_peak = max(ledger.peak_bytes - current_bytes, 0)
+    gradients, back = _run_backward(results, tensors, ledger)
+    own_tensors = tuple(size for at, size in alive.items() if at not in new)
     return OperatorTrial(
-        outputs=tuple(_output_memory(value, of_input, new, alive) for value in every),
+        outputs=tuple(_output_memory(value, of_input, new, alive) for value in results),
         saved_inputs=tuple(sorted(i for at, i in of_input.items() if at in packed)),
         saved_outputs=tuple(sorted(j for at, j in new.items() if at in packed)),
-        own_tensors=own,
-        forward_peak=more,
-        dropping_peak=_run_dropping(call, inputs, make) if own else more,
+        own_tensors=own_tensors,
+        forward_peak=forward_peak,
+        dropping_peak=_run_dropping(call, inputs, make) if own_tensors else forward_peak,
         gradient_origins=gradients,
         backward=back,
         returns_list=isinstance(result, (list, tuple)),
@@ -161,12 +161,12 @@ def _run_dropping(
     ledger = AllocationMeter(tensors)
     with saved_tensors_hooks(lambda tensor: None, _never_unpack), ledger:
         result = call(tensors)
-    every: list[Any] = list(result) if isinstance(result, (list, tuple)) else [result]
-    made = {storage_id(t) for t in every if isinstance(t, Tensor)}
-    return max(ledger.peak_bytes - sum(size for at, size in ledger.alive_bytes().items() if at in made), 0)
+    results: list[Any] = list(result) if isinstance(result, (list, tuple)) else [result]
+    storages = {storage_id(t) for t in results if isinstance(t, Tensor)}
+    return max(ledger.peak_bytes - sum(size for at, size in ledger.alive_bytes().items() if at in storages), 0)
 
 
-def _never_unpack(kept: Any) -> Tensor:
+def _never_unpack(saved_value: Any) -> Tensor:
     raise AssertionError("this run has no backward pass")
 
 
@@ -174,8 +174,8 @@ def _make_tensor(form: TensorForm, make: Callable[[TensorForm], Tensor]) -> Tens
     if form.is_parameter or not form.gradient:
         return make(form).requires_grad_(form.gradient)
     seed = torch.empty((), requires_grad=True)
-    made: Tensor = _MadeTensor.apply(seed, lambda: make(form))  # type: ignore[no-untyped-call]
-    return made
+    tensor: Tensor = _MadeTensor.apply(seed, lambda: make(form))  # type: ignore[no-untyped-call]
+    return tensor
 
 
 def _output_memory(
@@ -197,28 +197,28 @@ def _run_backward(
 ) -> tuple[tuple[GradientOrigin | None, ...], int]:
     """Return the origin of every input's gradient, and the peak bytes of the backward pass beyond its start."""
     outputs = {j: t for j, t in enumerate(results) if isinstance(t, Tensor) and t.requires_grad}
-    wanted = [t for t in tensors if t.requires_grad]
-    if not outputs or not wanted:
+    inputs = [t for t in tensors if t.requires_grad]
+    if not outputs or not inputs:
         return (None,) * len(tensors), 0
     # The outputs' gradients exist before the pass and do not count.
     seeds = {j: torch.empty_like(t) for j, t in outputs.items()}
     ledger.ignore_tensors(seeds.values())
-    before = ledger.peak_bytes = ledger.current_bytes
+    start_bytes = ledger.peak_bytes = ledger.current_bytes
     with ledger:
-        found = torch.autograd.grad(list(outputs.values()), wanted, list(seeds.values()), allow_unused=True)
+        input_gradients = torch.autograd.grad(list(outputs.values()), inputs, list(seeds.values()), allow_unused=True)
     origins = {storage_id(seed): GradientOrigin(j) for j, seed in seeds.items()}
-    each = iter(found)
-    gradients = tuple(_gradient_origin(next(each), origins) if t.requires_grad else None for t in tensors)
-    return gradients, max(ledger.peak_bytes - before, 0)
+    iterator = iter(input_gradients)
+    gradients = tuple(_gradient_origin(next(iterator), origins) if t.requires_grad else None for t in tensors)
+    return gradients, max(ledger.peak_bytes - start_bytes, 0)
 
 
-def _gradient_origin(gradient: Tensor | None, known: dict[int, GradientOrigin]) -> GradientOrigin | None:
+def _gradient_origin(gradient: Tensor | None, origins: dict[int, GradientOrigin]) -> GradientOrigin | None:
     """Return the origin of a gradient; a new storage counts with the first gradient in it, others count 0 bytes."""
     if gradient is None:
         return None
     at = storage_id(gradient)
     is_addable = torch.ops.aten.is_non_overlapping_and_dense(gradient) and not gradient._is_view()
-    if at not in known:
-        known[at] = GradientOrigin()
+    if at not in origins:
+        origins[at] = GradientOrigin()
         return GradientOrigin(None, gradient.untyped_storage().nbytes(), is_addable)
-    return replace(known[at], is_addable=is_addable)
+    return replace(origins[at], is_addable=is_addable)

@@ -102,26 +102,26 @@ def _run_optimizer(
 
     small = made()
     extra = [pair for _ in range(-(-_MANY // max(len(small), 1)) - 1) for pair in made().items()]
-    every = [*extra, *small.items()]  # optimizers that key by name keep the last of equal names: the probed ones
-    optimizer = factory(every)
+    pairs = [*extra, *small.items()]  # optimizers that key by name keep the last of equal names: the probed ones
+    optimizer = factory(pairs)
     set_mode(optimizer, True)
     for group in optimizer.param_groups:
         if device == "cuda" and "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
-    for name, parameter in every:
+    for name, parameter in pairs:
         gradient = torch.full_like(parameter, 0.5, requires_grad=False)
         parameter.grad = gradient.to_sparse(1) if name in sparse else gradient
     # The first step creates the states; the second shows the temporaries of every further one.
     optimizer.step()
-    known = [t for _, p in every for t in (p, p.grad, *_find_tensors(optimizer.state.get(p, {}))) if t is not None]
-    with (ledger := AllocationMeter(known)):
+    tensors = [t for _, p in pairs for t in (p, p.grad, *_find_tensors(optimizer.state.get(p, {}))) if t is not None]
+    with (ledger := AllocationMeter(tensors)):
         optimizer.step()
     states = {n: tuple(_describe_states(optimizer.state.get(p, {}), tuple(p.shape))) for n, p in small.items()}
     sizes = [p.nbytes for group in optimizer.param_groups for p in group["params"]]
     # Step by step only a few temporaries are alive at a time; foreach has at least one for each parameter.
-    together = ledger.peak_pieces > max(len(sizes) // 4, 1)
-    worked_on = sum(sizes) if together else max(sizes, default=0)
-    return OptimizerState(states, ledger.peak_bytes / max(worked_on, 1), together)
+    steps_all_at_once = ledger.peak_pieces > max(len(sizes) // 4, 1)
+    worked_on = sum(sizes) if steps_all_at_once else max(sizes, default=0)
+    return OptimizerState(states, ledger.peak_bytes / max(worked_on, 1), steps_all_at_once)
 
 
 def _describe_states(state: Mapping[str, Any], shape: tuple[int, ...]) -> list[StateTensor]:
@@ -141,5 +141,5 @@ def _find_tensors(value: Any) -> list[Tensor]:
 
 
 def _adam_states(dim: int, item: int) -> tuple[StateTensor, ...]:
-    whole = StateTensor(tuple(("dim", d) for d in range(dim)), item)
-    return (whole, whole, StateTensor((), 4))
+    moment = StateTensor(tuple(("dim", d) for d in range(dim)), item)
+    return (moment, moment, StateTensor((), 4))

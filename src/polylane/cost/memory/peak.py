@@ -39,7 +39,7 @@ class MemoryBreakdown:
     @property
     def total(self) -> int:
         """Sum of all parts in bytes."""
-        return sum(getattr(self, each.name) for each in fields(self) if each.name != "moment")
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "moment")
 
     def as_dict(self) -> dict[str, Any]:
         """Return every part and their total as plain data."""
@@ -110,39 +110,39 @@ def peak_memory(
         margin: memory beyond the tensors, added to the peak.
         messages: values and gradients between stages that the worker holds beside what its passes count.
     """
-    own = shard_trained_bytes(load, method or TrainingOptions(), sharding)
+    sharded_load = shard_trained_bytes(load, method or TrainingOptions(), sharding)
     microbatches = sum(action.kind is ActionKind.FORWARD for action in lane) // len(needs)
     samples = max(need.batch_bytes for need in needs.values()) * microbatches
 
-    def at(moment: str, activations: float, gradients: float, travels: float, work: float = 0.0) -> MemoryBreakdown:
+    def at(moment: str, activations: float, gradients: float, travels: float, scratch: float = 0.0) -> MemoryBreakdown:
         return MemoryBreakdown(
-            parameters=math.ceil(own.parameters + own.gathered),
-            gradients=math.ceil(min(gradients, own.gradients + own.scattered)),
-            optimizer=math.ceil(own.states + work),
+            parameters=math.ceil(sharded_load.parameters + sharded_load.gathered),
+            gradients=math.ceil(min(gradients, sharded_load.gradients + sharded_load.scattered)),
+            optimizer=math.ceil(sharded_load.states + scratch),
             activations=math.ceil(activations + samples),
             communication=math.ceil(travels),
             moment=moment,
         )
 
     travels = sum_held(messages, len(lane))
-    passes = _play_passes(lane, needs, trained, own)
-    moments = [at(*each, sent) for each, sent in zip(passes, travels, strict=False)]
-    left = travels[-1]
+    passes = _play_passes(lane, needs, trained, sharded_load)
+    moments = [at(*figures, sent) for figures, sent in zip(passes, travels, strict=False)]
+    last_travel = travels[-1]
     # After the last pass: reductions with their bucket copies, then the step with its temporaries.
-    moments.append(at("reduction", 0.0, own.gradients, left + own.copied))
-    moments.append(at("step", 0.0, own.gradients, left, own.working))
-    most = max(moments, key=lambda each: each.total)
-    return most if margin is None else replace(most, margin=math.ceil(most.total * margin.share) + margin.fixed_bytes)
+    moments.append(at("reduction", 0.0, sharded_load.gradients, last_travel + sharded_load.copied))
+    moments.append(at("step", 0.0, sharded_load.gradients, last_travel, sharded_load.working))
+    peak = max(moments, key=lambda moment: moment.total)
+    return peak if margin is None else replace(peak, margin=math.ceil(peak.total * margin.share) + margin.fixed_bytes)
 
 
 def _play_passes(
-    lane: Sequence[Action], needs: Mapping[int, PeakMemory], trained: Mapping[int, float], own: ShardedLoad
+    lane: Sequence[Action], needs: Mapping[int, PeakMemory], trained: Mapping[int, float], sharded_load: ShardedLoad
 ) -> list[tuple[str, float, float]]:
     """Return the name of every pass, with its bytes of activations and gradients.
 
     Args:
         lane, needs, trained: passes, memory of a microbatch and trained bytes, as :func:`peak_memory` is given them.
-        own: the worker's load in the precision and sharding of its training.
+        sharded_load: the worker's load in the precision and sharding of its training.
     """
     # live: microbatches in flight by stage; waiting: those between the halves of a backward pass in two.
     # begun: stages that have run a backward pass, so that their gradients exist.
@@ -153,23 +153,23 @@ def _play_passes(
         kind = action.kind
         live[stage] -= kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
         waiting[stage] -= kind is ActionKind.BACKWARD_WEIGHT
-        held = sum(
-            live[other] * each.live_bytes + waiting[other] * each.between_halves for other, each in needs.items()
+        held_bytes = sum(
+            live[chunk] * memory.live_bytes + waiting[chunk] * memory.between_halves for chunk, memory in needs.items()
         )
-        made = own.trained_share(sum(trained[other] for other in begun))
+        gradients = sharded_load.trained_share(sum(trained[chunk] for chunk in begun))
         if kind is ActionKind.FORWARD:
-            moments.append(("forward", held + need.forward_peak, made))
+            moments.append(("forward", held_bytes + need.forward_peak, gradients))
             live[stage] += 1
             continue
         if kind is ActionKind.BACKWARD_INPUT:  # the gradients of weights are made in the second half
-            moments.append(("backward", held + need.input_half_peak, made))
+            moments.append(("backward", held_bytes + need.input_half_peak, gradients))
             waiting[stage] += 1
             continue
         if stage not in begun:  # its gradients are being created in this pass
-            made += own.trained_share(max(need.first_backward_peak - need.backward_peak, 0.0))
+            gradients += sharded_load.trained_share(max(need.first_backward_peak - need.backward_peak, 0.0))
             begun.add(stage)
         peak = need.backward_peak if kind is ActionKind.BACKWARD else need.weight_half_peak
-        moments.append(("backward", held + peak, own.scattering(made)))
+        moments.append(("backward", held_bytes + peak, sharded_load.scattering(gradients)))
     return moments
 
 
@@ -224,39 +224,39 @@ def shard_trained_bytes(load: TrainedBytes, method: TrainingOptions, sharding: S
     elif method.is_half_precision:
         parameters, gradients, states, working = (x * narrow for x in (parameters, gradients, states, working))
         fixed *= narrow
-    own, gathered, scattered, share = 1.0 / sharding.degree, 0.0, 0.0, 1.0
+    fraction, gathered, scattered, share = 1.0 / sharding.degree, 0.0, 0.0, 1.0
     block = load.largest_block * (narrow if method.is_half_precision else 1.0)
-    states, working = states * own, working * own
+    states, working = states * fraction, working * fraction
     if sharding.kind in ("gradients", "parameters"):
-        gradients, scattered, share = gradients * own, block, own
+        gradients, scattered, share = gradients * fraction, block, fraction
     if sharding.gathers_parameters:
-        parameters, gathered = parameters * own, min(2 * block, parameters * (1 - own))
+        parameters, gathered = parameters * fraction, min(2 * block, parameters * (1 - fraction))
     copied = load.bucket_copies * (narrow if method.is_half_precision else 1.0)
     return ShardedLoad(parameters + fixed, load.trained, gradients, states, working, copied, gathered, scattered, share)
 
 
-def recompute_blocks(whole: PeakMemory, blocks: Sequence[PeakMemory]) -> PeakMemory:
+def recompute_blocks(need: PeakMemory, blocks: Sequence[PeakMemory]) -> PeakMemory:
     """Return a stage's memory under full recomputation: blocks save only their inputs and run forward again.
 
     Args:
-        whole: memory of the stage without recomputation.
+        need: memory of the stage without recomputation.
         blocks: memory of each block, in order, as if each were a stage.
     """
-    kept = [block.values_received for block in blocks[1:]]  # the first block's inputs count as received by the stage
-    last = len(blocks) - 1
+    inputs = [block.values_received for block in blocks[1:]]  # the first block's inputs count as received by the stage
+    end = len(blocks) - 1
 
-    def most(alive: Callable[[PeakMemory], float], asked: float) -> float:
+    def most(alive: Callable[[PeakMemory], float], gradients: float) -> float:
         """Return the peak over all blocks: saved inputs up to the block, what is alive inside, received gradients."""
         return max(
-            sum(kept[:i]) + alive(block) - block.values_received - block.values_sent + asked * (i < last)
+            sum(inputs[:i]) + alive(block) - block.values_received - block.values_sent + gradients * (i < end)
             for i, block in enumerate(blocks)
         )
 
-    outside = whole.values_received + whole.values_sent
+    boundary = need.values_received + need.values_sent
     return replace(
-        whole,
-        saved=float(sum(kept)),
-        forward_peak=most(lambda block: block.forward_peak, 0.0) + outside,
-        backward_peak=most(lambda block: block.backward_peak, whole.gradients_received) + outside,
-        first_backward_peak=most(lambda block: block.first_backward_peak, whole.gradients_received) + outside,
+        need,
+        saved=float(sum(inputs)),
+        forward_peak=most(lambda block: block.forward_peak, 0.0) + boundary,
+        backward_peak=most(lambda block: block.backward_peak, need.gradients_received) + boundary,
+        first_backward_peak=most(lambda block: block.first_backward_peak, need.gradients_received) + boundary,
     )

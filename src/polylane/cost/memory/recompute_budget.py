@@ -36,12 +36,12 @@ class BudgetTooSmall(PolylaneError):
     """A budget that nothing meets.
 
     Attributes:
-        least: bytes of the least budget that would do.
+        least_bytes: bytes of the least budget that would do.
     """
 
-    def __init__(self, least: float, message: str) -> None:
+    def __init__(self, least_bytes: float, message: str) -> None:
         super().__init__(message)
-        self.least = least
+        self.least = least_bytes
 
     def __reduce__(self) -> tuple[type[BudgetTooSmall], tuple[float, str]]:
         return BudgetTooSmall, (self.least, str(self))
@@ -92,9 +92,9 @@ class StageBudget:
             return BudgetChoice(NOTHING_DROPPED, self.kept_bytes(NOTHING_DROPPED))
         rows = self._program.count_rows()
         self._program.add_row(self._bytes, -math.inf, budget - self._constant)
-        found = self._program.solve(GAP)
+        solution = self._program.solve(GAP)
         self._program.remove_rows(rows)
-        return self._read(found.values) if found.values is not None and len(found.values) else None
+        return self._read(solution.values) if solution.values is not None and len(solution.values) else None
 
     def least(self) -> BudgetChoice:
         """Return the choice that keeps the least."""
@@ -107,11 +107,11 @@ class StageBudget:
     def kept_bytes(self, dropped: DroppedTensors) -> float:
         """Return the bytes that a microbatch holds between its passes on a rank."""
         values = self._values
-        held = {key for key, at in values.savers.items() if key in values.makers and not self._inside.isdisjoint(at)}
-        held |= {key for piece in values.pieces(dropped, self._nodes) for key in piece.read}
-        held = {key for key in held if self._is_own(key) and not self._is_dropped(key, dropped)}
-        own = sum(values.own[name] for name in self._nodes if name not in dropped.again)
-        return values.bytes(held) + own + values.fixed_own(self._nodes) + self._bytes_across()
+        keys = {key for key, at in values.savers.items() if key in values.makers and not self._inside.isdisjoint(at)}
+        keys |= {key for piece in values.pieces(dropped, self._nodes) for key in piece.read}
+        keys = {key for key in keys if self._is_own(key) and not self._is_dropped(key, dropped)}
+        own_bytes = sum(values.own[name] for name in self._nodes if name not in dropped.again)
+        return values.bytes(keys) + own_bytes + values.fixed_own(self._nodes) + self._bytes_across()
 
     # ---- the program -------------------------------------------------------------------------------------------------
 
@@ -137,51 +137,51 @@ class StageBudget:
     def _can_drop(self, key: Key) -> bool:
         """Return whether a value of the stage may be dropped; a node's results are all dropped, or none."""
         values, maker = self._values, self._values.makers[key]
-        own = [each for each in values.values_of[maker] if values.makers.get(each) == maker]
-        outputs = {each for name in values.graph.outputs for each in values.values_of.get(name, ())}
+        keys = [value for value in values.values_of[maker] if values.makers.get(value) == maker]
+        outputs = {value for name in values.graph.outputs for value in values.values_of.get(name, ())}
         staying = values.fixed | self._crossing | self._sent | outputs
-        return maker in self._again and staying.isdisjoint(own)
+        return maker in self._again and staying.isdisjoint(keys)
 
     def _add_node(self, name: str) -> None:
         if name not in self._values.repeatable:
             return
         self._again[name] = variable = self._program.add_variable(self._seconds(name), whole=True)
-        if own := self._values.own.get(name):
-            self._constant += own
-            self._bytes.append((variable, -own))
+        if own_bytes := self._values.own.get(name):
+            self._constant += own_bytes
+            self._bytes.append((variable, -own_bytes))
 
     def _add_reads(self, name: str, variable: int) -> None:
         values = self._values
         inputs = values.graph.nodes[values.graph.positions[name]].inputs
-        for key in {key for each in inputs for key in values.values_of.get(each, ())}:
+        for key in {key for input_name in inputs for key in values.values_of.get(input_name, ())}:
             if key in values.makers and self._is_own(key) and values.makers[key] != name:
                 self._require(key, 0.0, [(variable, -1.0)])
 
-    def _require(self, key: Key, lower: float, more: Collection[Term]) -> None:
+    def _require(self, key: Key, lower: float, extra_terms: Collection[Term]) -> None:
         """Require that a value is kept or computed again: at all, or if a node runs again."""
         if key not in self._kept:
             self._kept[key] = self._program.add_variable()
             self._bytes.append((self._kept[key], self._values.bytes([key])))
-        terms = [(self._kept[key], 1.0), *more]
+        terms = [(self._kept[key], 1.0), *extra_terms]
         if self._can_drop(key):
             terms.append((self._again[self._values.makers[key]], 1.0))
         self._program.add_row(terms, lower, math.inf)
 
     def _seconds(self, name: str) -> float:
         node = self._values.graph.nodes[self._values.graph.positions[name]]
-        touched = {key for each in (name, *node.inputs) for key in self._values.values_of.get(each, ())}
+        touched = {key for node_name in (name, *node.inputs) for key in self._values.values_of.get(node_name, ())}
         moved = self._values.bytes(key for key in touched if key in self._values.makers)
         # A view runs no kernel.
         makes = any(self._values.makers.get(key) == name for key in self._values.values_of.get(name, ()))
         return node.flops / FLOPS + moved / BYTES + OVERHEAD if makes else OVERHEAD / 10
 
     def _read(self, solution: object) -> BudgetChoice:
-        found = [float(x) for x in solution]  # type: ignore[attr-defined]
-        again = [name for name, variable in self._again.items() if found[variable] > 0.5]
+        variable_values = [float(x) for x in solution]  # type: ignore[attr-defined]
+        repeated_names = [name for name, variable in self._again.items() if variable_values[variable] > 0.5]
         makers = self._values.makers
         # All else that a node makes which runs again is dropped: that is never dearer, whatever the program left open.
         staying = [makers[key] for key in (*self._crossing, *self._sent) if key in makers]
-        chosen = self._values.drop(again, staying)
+        chosen = self._values.drop(repeated_names, staying)
         dropped = self._values.on_stage(chosen, self._nodes, [makers[key] for key in self._sent], is_best=True)
         return BudgetChoice(dropped, self.kept_bytes(dropped))
 
@@ -201,19 +201,19 @@ def dropped_on_stages(
     Raises:
         PolylaneError: a budget that nothing meets; with the least that would do.
     """
-    seen = dict[int, SavedValues]()
-    for each in keeping:
-        if id(each) not in seen:
-            seen[id(each)] = SavedValues(partition.graph, each)
-    found, refused = list[DroppedTensors](), list[BudgetTooSmall]()
+    saved_values = dict[int, SavedValues]()
+    for tensors in keeping:
+        if id(tensors) not in saved_values:
+            saved_values[id(tensors)] = SavedValues(partition.graph, tensors)
+    dropped_tensors, refused = list[DroppedTensors](), list[BudgetTooSmall]()
     for stage, mode in enumerate(recompute):
         try:
-            found.append(drop_on_stage(seen[id(keeping[stage])], partition, stage, mode, scale))
+            dropped_tensors.append(drop_on_stage(saved_values[id(keeping[stage])], partition, stage, mode, scale))
         except BudgetTooSmall as error:
             refused.append(error)
     if refused:  # a budget for all stages must do for the one that needs most
         raise max(refused, key=lambda error: error.least)
-    return tuple(found)
+    return tuple(dropped_tensors)
 
 
 def format_least(size: float) -> str:
@@ -255,20 +255,20 @@ def drop_on_stage(
             free |= part
             continue
         program = StageBudget(values, part, out)
-        found = program.solve(budget * scale)
-        if found is None:
-            where = f"stage {stage}" if key == DEFAULT else f"{key} on stage {stage}"
-            raise _refuse_budget(where, modes[key], program.least().kept_bytes / scale)
-        within_budgets.append(found.dropped)
+        choice = program.solve(budget * scale)
+        if choice is None:
+            owner = f"stage {stage}" if key == DEFAULT else f"{key} on stage {stage}"
+            raise _refuse_budget(owner, modes[key], program.least().kept_bytes / scale)
+        within_budgets.append(choice.dropped)
     # The user's own checkpoints may reach over several modules.
     chosen.append(values.within(drop_by_mode(values, NONE), free, values.leaving(free, nodes) | (leaving & free)))
     dropped = union_of(chosen)
     return union_of([values.on_stage(dropped, nodes, leaving) if dropped else dropped, *within_budgets])
 
 
-def _refuse_budget(where: str, mode: str, least: float) -> BudgetTooSmall:
+def _refuse_budget(owner: str, mode: str, floor: float) -> BudgetTooSmall:
     return BudgetTooSmall(
-        least,
-        f"recompute: {where} needs a budget of {format_least(least)} at least for what a microbatch keeps between its "
+        floor,
+        f"recompute: {owner} needs a budget of {format_least(floor)} at least for what a microbatch keeps between its "
         f"passes, and {mode.removeprefix(BUDGET)} is less: give it that, or use more microbatches",
     )

@@ -60,16 +60,16 @@ class SavedValues:
     def _find_values(self) -> dict[str, tuple[Key, ...]]:
         """Return the memory of every node's results, by the first tensor in it: its own, or what it views."""
         keeping, names = self.keeping, [node.name for node in self.graph.nodes]
-        found: dict[str, tuple[Key, ...]] = {}
+        values: dict[str, tuple[Key, ...]] = {}
         for saved in keeping.nodes.values():
             keys = [keeping.storage_of[key] for key in saved.output_keys if key in keeping.forms]
-            found[names[saved.at]] = tuple(dict.fromkeys((*found.get(names[saved.at], ()), *keys)))
+            values[names[saved.at]] = tuple(dict.fromkeys((*values.get(names[saved.at], ()), *keys)))
         # An item of a result with several is no operator of its own.
         for node in self.graph.code.fx.nodes:
             if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
                 source = node.args[0].meta.get("name", "")
-                found[node.meta["name"]] = found.get(node.meta["name"]) or found.get(source, ())
-        return found
+                values[node.meta["name"]] = values.get(node.meta["name"]) or values.get(source, ())
+        return values
 
     @cached_property
     def makers(self) -> dict[Key, str]:
@@ -81,32 +81,32 @@ class SavedValues:
     @cached_property
     def views(self) -> dict[Key, list[str]]:
         """Names of the nodes whose results lie in each value's memory, its maker among them."""
-        found = defaultdict[Key, list[str]](list)
+        view_names = defaultdict[Key, list[str]](list)
         for name, keys in self.values_of.items():
             for key in keys:
-                found[key].append(name)
-        return found
+                view_names[key].append(name)
+        return view_names
 
     @cached_property
     def last_reads(self) -> dict[Key, int]:
         """Position of the last node that reads each value, or a view of it."""
-        found: dict[Key, int] = {}
+        positions: dict[Key, int] = {}
         for position, node in enumerate(self.graph.nodes):
             for name in node.inputs:
-                found |= dict.fromkeys(self.values_of.get(name, ()), position)
-        return found
+                positions |= dict.fromkeys(self.values_of.get(name, ()), position)
+        return positions
 
     @cached_property
     def repeatable(self) -> frozenset[str]:
         """Names of the nodes that may run again, or a part of them where a rank has several operators for one."""
         names, keeping = self.graph.nodes, self.keeping
-        return frozenset(names[each.at].name for name, each in keeping.nodes.items() if name in keeping.repeatable)
+        return frozenset(names[saved.at].name for name, saved in keeping.nodes.items() if name in keeping.repeatable)
 
     def fixed_own(self, nodes: Collection[str]) -> float:
         """Return the bytes that operators of some nodes save besides inputs and results and that are always kept."""
         names, keeping = self.graph.nodes, self.keeping
-        each = (saved for name, saved in keeping.nodes.items() if name not in keeping.repeatable)
-        return float(sum(saved.own_bytes for saved in each if names[saved.at].name in nodes))
+        fixed_operators = (saved for name, saved in keeping.nodes.items() if name not in keeping.repeatable)
+        return float(sum(saved.own_bytes for saved in fixed_operators if names[saved.at].name in nodes))
 
     @cached_property
     def fixed(self) -> set[Key]:
@@ -126,52 +126,52 @@ class SavedValues:
             makers: names of nodes that run again.
             staying: names of nodes whose values stay, and those that they view.
         """
-        kept = {key for name in (*staying, *self.graph.outputs) for key in self.values_of.get(name, ())}
-        again = self.repeatable.intersection(makers)
+        kept_keys = {key for name in (*staying, *self.graph.outputs) for key in self.values_of.get(name, ())}
+        repeated_names = self.repeatable.intersection(makers)
         values = set[str]()
         for key, maker in self.makers.items():
             # All results of a node are dropped, or none.
-            own = [each for each in self.values_of[maker] if self.makers.get(each) == maker]
-            if maker in again and all(each not in kept and each not in self.fixed for each in own):
+            keys = [value for value in self.values_of[maker] if self.makers.get(value) == maker]
+            if maker in repeated_names and all(value not in kept_keys and value not in self.fixed for value in keys):
                 values.update(self.views[key])
-        return DroppedTensors(frozenset(values), again)
+        return DroppedTensors(frozenset(values), repeated_names)
 
-    def pieces(self, dropped: DroppedTensors, where: Collection[str] | None = None) -> list[RepeatedPiece]:
+    def pieces(self, dropped: DroppedTensors, stage_nodes: Collection[str] | None = None) -> list[RepeatedPiece]:
         """Return the pieces that run again, in the order of the graph.
 
         Args:
             dropped: what forward passes drop, by names of nodes.
-            where: names of a stage's nodes; default: all.
+            stage_nodes: names of a stage's nodes; default: all.
         """
-        own = self.graph.positions if where is None else where
+        own_names = self.graph.positions if stage_nodes is None else stage_nodes
         positions = self.graph.positions
-        saved = {key for key, at in self.savers.items() if any(self.graph.nodes[i].name in own for i in at)}
-        again = {self.makers[key] for key in saved if self.makers.get(key) in dropped.values}
-        again |= {name for name in dropped.again if self.own.get(name)}
+        saved = {key for key, at in self.savers.items() if any(self.graph.nodes[i].name in own_names for i in at)}
+        repeated_names = {self.makers[key] for key in saved if self.makers.get(key) in dropped.values}
+        repeated_names |= {name for name in dropped.again if self.own.get(name)}
         wired = nx.Graph()
         for node in reversed(self.graph.nodes):
-            if node.name in again and node.name in own:
+            if node.name in repeated_names and node.name in own_names:
                 wired.add_node(node.name)
                 for name in node.inputs:
-                    if name in dropped.values and name in own:
-                        again.add(name)
+                    if name in dropped.values and name in own_names:
+                        repeated_names.add(name)
                         wired.add_edge(node.name, name)
         groups = sorted(nx.connected_components(wired), key=lambda names: min(positions[name] for name in names))
         return [self._piece(frozenset(names), dropped, saved) for names in groups]
 
     def _piece(self, names: frozenset[str], dropped: DroppedTensors, saved: Collection[Key]) -> RepeatedPiece:
-        made = {key for key in saved if self.makers.get(key) in names & dropped.values}
-        inputs = {each for name in names for each in self.graph.nodes[self.graph.positions[name]].inputs}
-        read = {key for each in inputs - dropped.values for key in self.values_of.get(each, ())}
-        own = sum(self.own[name] for name in names)
-        return RepeatedPiece(names, frozenset(made), own, frozenset(key for key in read if key in self.makers))
+        values = {key for key in saved if self.makers.get(key) in names & dropped.values}
+        inputs = {input_name for name in names for input_name in self.graph.nodes[self.graph.positions[name]].inputs}
+        read = {key for input_name in inputs - dropped.values for key in self.values_of.get(input_name, ())}
+        own_bytes = sum(self.own[name] for name in names)
+        return RepeatedPiece(names, frozenset(values), own_bytes, frozenset(key for key in read if key in self.makers))
 
     def leaving(self, nodes: Collection[str], stage: Collection[str]) -> set[str]:
         """Return the names of those of some nodes whose values other nodes of the stage read."""
-        found = set[str]()
+        read_names = set[str]()
         for name in set(stage).difference(nodes):
-            found.update(self.graph.nodes[self.graph.positions[name]].inputs)
-        return found.intersection(nodes)
+            read_names.update(self.graph.nodes[self.graph.positions[name]].inputs)
+        return read_names.intersection(nodes)
 
     def within(self, dropped: DroppedTensors, nodes: Collection[str], leaving: Collection[str]) -> DroppedTensors:
         """Return the part of what is dropped that some nodes make and none of them hands on.
@@ -197,18 +197,18 @@ class SavedValues:
             is_best: whether it is known already that every piece is worth what must be kept for it.
         """
         sent = {key for name in leaving for key in self.values_of.get(name, ())}
-        own = self.within(dropped, nodes, leaving)
-        inside = {self.graph.positions[name] for name in nodes}
-        again = set[str]()
-        for piece in self.pieces(own, nodes):
+        candidates = self.within(dropped, nodes, leaving)
+        positions = {self.graph.positions[name] for name in nodes}
+        repeated_names = set[str]()
+        for piece in self.pieces(candidates, nodes):
             # Kept for the second run alone: not saved otherwise, nor held because it crosses between stages.
-            more = {key for key in piece.read - sent if self.makers[key] in nodes}
-            more = {key for key in more if inside.isdisjoint(self.savers.get(key, ()))}
-            if is_best or self.bytes(more) < self.bytes(piece.dropped) + piece.own:
-                again |= piece.names
+            extra_keys = {key for key in piece.read - sent if self.makers[key] in nodes}
+            extra_keys = {key for key in extra_keys if positions.isdisjoint(self.savers.get(key, ()))}
+            if is_best or self.bytes(extra_keys) < self.bytes(piece.dropped) + piece.own:
+                repeated_names |= piece.names
         # A view of a value that is kept is kept with it.
-        made = {name for key, maker in self.makers.items() if maker in again for name in self.views[key]}
-        return DroppedTensors(own.values & made, frozenset(again))
+        views = {name for key, maker in self.makers.items() if maker in repeated_names for name in self.views[key]}
+        return DroppedTensors(candidates.values & views, frozenset(repeated_names))
 
 
 def drop_in_blocks(values: SavedValues, bounds: Sequence[int]) -> DroppedTensors:
@@ -230,12 +230,12 @@ def crossing_values(values: SavedValues, bounds: Sequence[int] | None = None) ->
         bounds: positions at which blocks begin and end; default: :func:`polylane.graph.cut_points.block_positions`.
     """
     bounds = block_positions(values.graph) if bounds is None else bounds
-    block_of = {i: number for number, first in enumerate(bounds) for i in range(first, len(values.graph.nodes))}
+    block_of = {i: number for number, start in enumerate(bounds) for i in range(start, len(values.graph.nodes))}
     positions, makers = values.graph.positions, values.makers
     return {
         key
-        for key, last in values.last_reads.items()
-        if key in makers and block_of[positions[makers[key]]] != block_of[last]
+        for key, position in values.last_reads.items()
+        if key in makers and block_of[positions[makers[key]]] != block_of[position]
     }
 
 
@@ -245,13 +245,13 @@ def drop_regions(values: SavedValues, regions: Sequence[Collection[str]]) -> Dro
     For attentions this is selective recomputation (Korthikanti et al., "Reducing Activation Recomputation in Large
     Transformer Models", 2022, section 5).
     """
-    inside, leaving = set[str](), set[str]()
+    region_nodes, leaving = set[str](), set[str]()
     for region in map(frozenset, regions):
-        inside |= region
+        region_nodes |= region
         for node in values.graph.nodes:
             if node.name not in region:
                 leaving.update(region.intersection(node.inputs))
-    return values.drop(inside, leaving)
+    return values.drop(region_nodes, leaving)
 
 
 def drop_by_mode(values: SavedValues, mode: str) -> DroppedTensors:
@@ -259,20 +259,20 @@ def drop_by_mode(values: SavedValues, mode: str) -> DroppedTensors:
 
     Whatever the mode, the user's own calls of torch.utils.checkpoint are recomputed.
     """
-    graph, found = values.graph, list[DroppedTensors]()
+    graph, parts = values.graph, list[DroppedTensors]()
     if mode == "full":
-        found.append(drop_in_blocks(values, block_positions(graph)))
+        parts.append(drop_in_blocks(values, block_positions(graph)))
     if mode == "selective":
-        found.append(drop_regions(values, find_attention_cores(graph)))
+        parts.append(drop_regions(values, find_attention_cores(graph)))
     if graph.checkpoints:
-        found.append(drop_regions(values, graph.checkpoints))
-    return union_of(found)
+        parts.append(drop_regions(values, graph.checkpoints))
+    return union_of(parts)
 
 
 def union_of(parts: Iterable[DroppedTensors]) -> DroppedTensors:
     """Return what is dropped in any of the parts."""
-    values, again = set[str](), set[str]()
+    values, repeated_names = set[str](), set[str]()
     for part in parts:
         values |= part.values
-        again |= part.again
-    return DroppedTensors(frozenset(values), frozenset(again)) if again else NOTHING_DROPPED
+        repeated_names |= part.again
+    return DroppedTensors(frozenset(values), frozenset(repeated_names)) if repeated_names else NOTHING_DROPPED

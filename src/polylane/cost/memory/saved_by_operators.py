@@ -66,7 +66,7 @@ def saved_on_rank(
         calls, splits, aliases: sharding of the operators, from :meth:`polylane.sharding.layout.Layout.at` and its view.
     """
     at = dict.fromkeys(splits, 0)
-    whole = list(graph.code.fx.nodes)
+    unsharded_nodes = list(graph.code.fx.nodes)
     local = rewrite(graph.code.fx, calls, splits, setting.samples, at, aliases)
     number = ConcreteSizes(setting.samples)
 
@@ -80,7 +80,7 @@ def saved_on_rank(
     def position(node: fx.Node) -> int:
         """Return the position of the unsharded operator for which a node was written; results move at the end."""
         # The rewrite notes in "turn" which node of the unsharded code an operator or collective came from.
-        written_for = whole[node.meta["turn"]]
+        written_for = unsharded_nodes[node.meta["turn"]]
         return graph.positions[written_for.meta["name"]] if written_for.op == "call_function" else len(graph.nodes) - 1
 
     return SavedTensorTrace(local, setting, placeholder, lambda node: node.name, position).keeping()
@@ -119,10 +119,10 @@ class _FirstRankAxis:
 
     def exchange(self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
         """Return memory for the tensors that each rank sends to this one."""
-        own = pieces[self.index]
-        assert own is not None
+        own_piece = pieces[self.index]
+        assert own_piece is not None
         return [
-            own if i == self.index else None if shape is None else own.new_empty(tuple(shape))
+            own_piece if i == self.index else None if shape is None else own_piece.new_empty(tuple(shape))
             for i, shape in enumerate(shapes)
         ]
 
@@ -130,5 +130,5 @@ class _FirstRankAxis:
         self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]
     ) -> Callable[[], list[Tensor | None]]:
         """Return a wait function for the tensors that each rank sends to this one."""
-        found = self.exchange(pieces, shapes)
-        return lambda: found
+        tensors = self.exchange(pieces, shapes)
+        return lambda: tensors

@@ -73,8 +73,8 @@ class SavedTensorTrace(GraphInterpreter):
         results = self.run()
         loss = results[0] if results and _is_key(results[0]) else None
         able = repeatable_nodes(self.graph, self._setting.sync_batch_norm)
-        again = frozenset(self._name(node) for node in able)
-        return SavedTensors(self._saved, self._forms, self._places, self._bytes, loss, again)
+        repeatable_names = frozenset(self._name(node) for node in able)
+        return SavedTensors(self._saved, self._forms, self._places, self._bytes, loss, repeatable_names)
 
     def call_operator(self, node: fx.Node) -> Any:
 
@@ -84,9 +84,9 @@ class SavedTensorTrace(GraphInterpreter):
 
     def _visit(self, node: fx.Node) -> tuple[Any, SavedByOperator | None]:
         # Not tried: items of a multi-output operator, sizes, and numbers, which have no memory.
-        taken = _getitem_value(node, self.env)
-        if taken is not None:
-            return taken, None
+        item = _getitem_value(node, self.env)
+        if item is not None:
+            return item, None
         if isinstance(node.target, SymbolicSize):
             return node.target.at(self._setting.samples, node.target.nominal), None
         val = node.meta.get("val")
@@ -98,23 +98,23 @@ class SavedTensorTrace(GraphInterpreter):
 
     def _placeholder(self, node: fx.Node) -> Any:
         kind, name = node.meta["role"]
-        given = self._part if kind == "part" else self._given(node)
-        if not isinstance(given, TensorForm):
-            return given
+        value = self._part if kind == "part" else self._given(node)
+        if not isinstance(value, TensorForm):
+            return value
         key = (f"{kind}:{name}", 0)
-        self._record_output(key, OutputMemory(given), ())
+        self._record_output(key, OutputMemory(value), ())
         return key
 
-    def _record_output(self, key: Key, given: OutputMemory, reads: Sequence[Key], node: str = "") -> None:
-        assert given.form is not None
-        self._forms[key] = given.form
-        if given.aliased_input is not None:
-            self._places[key] = self._places[reads[given.aliased_input]]
-        elif given.aliased_output is not None and given.aliased_output != key[1]:
-            self._places[key] = self._places[node, given.aliased_output]
+    def _record_output(self, key: Key, output: OutputMemory, reads: Sequence[Key], node: str = "") -> None:
+        assert output.form is not None
+        self._forms[key] = output.form
+        if output.aliased_input is not None:
+            self._places[key] = self._places[reads[output.aliased_input]]
+        elif output.aliased_output is not None and output.aliased_output != key[1]:
+            self._places[key] = self._places[node, output.aliased_output]
         else:
             self._places[key] = key
-            self._bytes[key] = given.new_bytes or given.form.bytes
+            self._bytes[key] = output.new_bytes or output.form.bytes
 
     # ---- operators ---------------------------------------------------------------------------------------------------
 
@@ -130,14 +130,14 @@ class SavedTensorTrace(GraphInterpreter):
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), numbered)
         reads = tuple(indices)
         forms = [self._forms[key] for key in reads]
-        found = self._cached_trial(node, map_aggregate(args, _on_cpu), map_aggregate(kwargs, _on_cpu), forms)
+        trial = self._cached_trial(node, map_aggregate(args, _on_cpu), map_aggregate(kwargs, _on_cpu), forms)
         name = self._name(node)
-        for j, given in enumerate(found.outputs):
-            if given.form is not None:
-                self._record_output((name, j), given, reads, name)
-        keys = [(name, j) if given.form is not None else None for j, given in enumerate(found.outputs)]
-        saved = SavedByOperator(self._position(node), reads, tuple((name, j) for j in range(len(keys))), found)
-        return keys if found.returns_list else keys[0], saved
+        for j, output in enumerate(trial.outputs):
+            if output.form is not None:
+                self._record_output((name, j), output, reads, name)
+        keys = [(name, j) if output.form is not None else None for j, output in enumerate(trial.outputs)]
+        saved = SavedByOperator(self._position(node), reads, tuple((name, j) for j in range(len(keys))), trial)
+        return keys if trial.returns_list else keys[0], saved
 
     def _cached_trial(self, node: fx.Node, args: Any, kwargs: Any, forms: Sequence[TensorForm]) -> OperatorTrial:
         own_python = isinstance(kernels.unwrap_target(node.target), (LeafCall, FunctionCall))
@@ -172,10 +172,10 @@ class SavedTensorTrace(GraphInterpreter):
         # Fake tensors first, unless the operator's kernel is known to hide saved memory. The user's own
         # Python may look at values: data is the fallback.
         small = sum(form.bytes for form in forms) <= MOST_REAL
-        ways = [with_data, without_data] if kernels.hides_saved_tensors(node) and small else [without_data]
+        attempts = [with_data, without_data] if kernels.hides_saved_tensors(node) and small else [without_data]
         if own_python and small:
-            ways.append(with_data)
-        for mode, make in ways:
+            attempts.append(with_data)
+        for mode, make in attempts:
             try:
                 with mode, torch.enable_grad():
                     return try_operator(call, forms, make)
@@ -188,9 +188,9 @@ class SavedTensorTrace(GraphInterpreter):
         flows = any(form.gradient for form in forms)
         outputs = list[OutputMemory]()
         val = node.meta.get("val")
-        for j, each in enumerate(val if isinstance(val, (list, tuple)) else [val]):
-            if isinstance(each, Tensor):
-                form = form_at(each, self._number, self._setting.dtype)
+        for j, value in enumerate(val if isinstance(val, (list, tuple)) else [val]):
+            if isinstance(value, Tensor):
+                form = form_at(value, self._number, self._setting.dtype)
                 form = dataclasses.replace(form, gradient=flows and form.dtype.is_floating_point)
                 outputs.append(OutputMemory(form, None, j))
             else:
@@ -198,7 +198,7 @@ class SavedTensorTrace(GraphInterpreter):
         return OperatorTrial(
             tuple(outputs),
             tuple(range(len(forms))) if flows else (),
-            tuple(j for j, given in enumerate(outputs) if given.form is not None) if flows else (),
+            tuple(j for j, output in enumerate(outputs) if output.form is not None) if flows else (),
             gradient_origins=tuple(GradientOrigin(None, form.bytes) if form.gradient else None for form in forms),
             backward=sum(form.bytes for form in forms if form.gradient),
             returns_list=isinstance(val, (list, tuple)),

@@ -51,8 +51,8 @@ def bytes_per_rank(collective: str, size: float, degree: int) -> float:
         return 0.0
     # Ring: a reduce-scatter or all-gather passes on all but its own n-th; an all-reduce is both. All-to-all: each
     # rank holds an n-th and keeps an n-th of that.
-    others = (degree - 1) / degree
-    shares = {"all_reduce": 2 * others, "all_gather": others, "reduce_scatter": others, "all_to_all": others / degree}
+    share = (degree - 1) / degree
+    shares = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share / degree}
     if collective not in shares:
         raise ValueError(f"{collective} is no collective")
     return shares[collective] * size

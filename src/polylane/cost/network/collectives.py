@@ -92,9 +92,9 @@ def interleaved_sum_seconds(cluster: Cluster, size: float, ranks: Ranks) -> floa
     Where the link of a host says what such a sum takes (:attr:`polylane.cluster.link.Link.sums`), that and the time of
     the bytes; between hosts, and for other links, an all-reduce that starts on all ranks at once.
     """
-    whole, span = collective_seconds(cluster, "all_reduce", size, ranks, None), cluster.span(ranks)
-    delay = span.crossings[0].link.sum_delay(span.ranks) if whole and span.level == Level.HOST else None
-    return whole if delay is None else delay + whole - collective_seconds(cluster, "all_reduce", 0.0, ranks, None)
+    seconds, span = collective_seconds(cluster, "all_reduce", size, ranks, None), cluster.span(ranks)
+    delay = span.crossings[0].link.sum_delay(span.ranks) if seconds and span.level == Level.HOST else None
+    return seconds if delay is None else delay + seconds - collective_seconds(cluster, "all_reduce", 0.0, ranks, None)
 
 
 def make_collective_clock(cluster: Cluster, ranks: Ranks) -> CollectiveClock:
@@ -112,8 +112,8 @@ def make_collective_clock(cluster: Cluster, ranks: Ranks) -> CollectiveClock:
 
 def fastest(cluster: Cluster, kind: str, size: float, ranks: Ranks, groups: int | None = 1) -> CollectiveCurve | None:
     """Return the curve that :func:`collective_seconds` uses; None where a collective takes no time."""
-    found = collective_curves(cluster.span(ranks), kind, groups)
-    return min(found, key=lambda curve: curve.seconds(size), default=None)
+    curves = collective_curves(cluster.span(ranks), kind, groups)
+    return min(curves, key=lambda curve: curve.seconds(size), default=None)
 
 
 def message_seconds(cluster: Cluster, size: float, source: int, target: int, streams: int = 1) -> float:
@@ -135,8 +135,8 @@ def collective_curves(span: RankSpan, kind: str, groups: int | None) -> tuple[Co
     if kind == "send" or kind not in get_args(Kind):
         raise ValueError(f"{kind} is no collective")
     name = cast(Kind, kind)
-    found = (_ring_curve(span, name, groups), _tree_curve(span, name, groups), _switch_curve(span, name, groups))
-    return tuple(curve for curve in found if curve is not None)
+    curves = (_ring_curve(span, name, groups), _tree_curve(span, name, groups), _switch_curve(span, name, groups))
+    return tuple(curve for curve in curves if curve is not None)
 
 
 def _ring_curve(span: RankSpan, kind: Kind, groups: int | None) -> CollectiveCurve:
@@ -208,24 +208,24 @@ def _link_flow(span: RankSpan, crossing: LinkUse, kind: Kind, groups: int | None
     # Units may have different numbers of ranks: the slowest counts. Inside a host every rank sends on its own, and
     # (ranks, devices) are those of the host; between hosts all ranks of a unit send at the same time.
     for ranks, devices in crossing.units:
-        inside = crossing.level == Level.HOST
-        leaves = _all_to_all_volume(span.ranks, ranks, inside) if volume is None else volume
-        senders = 1 if inside else ranks
-        rate = _bytes_per_second(crossing.link, kind, ranks, inside, devices // ranks if groups is None else groups)
+        is_inside = crossing.level == Level.HOST
+        leaves = _all_to_all_volume(span.ranks, ranks, is_inside) if volume is None else volume
+        senders = 1 if is_inside else ranks
+        rate = _bytes_per_second(crossing.link, kind, ranks, is_inside, devices // ranks if groups is None else groups)
         per_byte = max(per_byte, leaves / rate)
         per_root = max(per_root, math.sqrt(leaves * crossing.link.half * senders) / rate)
     return LinkFlow(per_byte, per_root, _copy_seconds_per_byte(span, crossing, kind))
 
 
-def _all_to_all_volume(ranks: int, own: int, inside: bool) -> float:
+def _all_to_all_volume(ranks: int, unit_ranks: int, is_inside: bool) -> float:
     """Return the fraction that leaves a unit in an all-to-all: every rank sends 1/n² of the value to each other."""
-    return (own - 1 if inside else own * (ranks - own)) / ranks**2
+    return (unit_ranks - 1 if is_inside else unit_ranks * (ranks - unit_ranks)) / ranks**2
 
 
-def _bytes_per_second(link: Link, kind: Kind, ranks: int, inside: bool, groups: int) -> float:
+def _bytes_per_second(link: Link, kind: Kind, ranks: int, is_inside: bool, groups: int) -> float:
     """Return the bytes per second that leave a unit with ``ranks`` of a group, ``groups`` sharing the link."""
     shared = link.shared_bandwidth(kind)
-    if inside:
+    if is_inside:
         alone = link.solo_bandwidth(kind, ranks)
         return alone if shared is None else min(alone, shared / (ranks * groups))
     alone = ranks * link.solo_bandwidth(kind)
@@ -236,5 +236,5 @@ def _bytes_per_second(link: Link, kind: Kind, ranks: int, inside: bool, groups: 
 def _message_curve(span: RankSpan, streams: int) -> tuple[float, float]:
     """Return the seconds before the first byte of a message, and the seconds per byte."""
     widest = span.crossings[-1].link
-    slowest = min(_bytes_per_second(each.link, "send", 1, False, streams) for each in span.crossings)
+    slowest = min(_bytes_per_second(crossing.link, "send", 1, False, streams) for crossing in span.crossings)
     return widest.delay("send") + widest.hop, 1 / slowest + _copy_seconds_per_byte(span, span.crossings[0], "send")

@@ -68,8 +68,8 @@ def price_compressed(
         collective_seconds(cluster, kind, size, ranks, None) for kind, size in _messages(sync, tensors, len(ranks))
     )
     bytes_ = compute_sync_bytes(sync, tensors, STEADY)
-    work, (_, before) = codec_seconds(sync, tensors, device), PASSES[codec_of(sync)]
-    return CompressedReduction(seconds, bytes_, before * work, (1 - before) * work)
+    work_seconds, (_, packing_share) = codec_seconds(sync, tensors, device), PASSES[codec_of(sync)]
+    return CompressedReduction(seconds, bytes_, packing_share * work_seconds, (1 - packing_share) * work_seconds)
 
 
 def codec_seconds(sync: SyncOptions, tensors: Sequence[TrainedTensor], device: Device) -> float:
@@ -80,40 +80,40 @@ def codec_seconds(sync: SyncOptions, tensors: Sequence[TrainedTensor], device: D
         tensors: the gradients, in the dtype of the parameters.
         device: its rate of the codec is the measured one, or follows from its memory's bandwidth.
     """
-    name, size = codec_of(sync), float(sum(each.nbytes for each in tensors))
+    name, size = codec_of(sync), float(sum(tensor.nbytes for tensor in tensors))
     if not name or not size:
         return 0.0
     rate = device.codecs[name] * device.speed if name in device.codecs else device.stream / PASSES[name][0]
-    more = 0.0
+    extra_seconds = 0.0
     if isinstance(sync.compress, TopKOptions):
-        ranks, fraction = max(each.ranks for each in tensors), sync.compress.fraction
+        ranks, fraction = max(tensor.ranks for tensor in tensors), sync.compress.fraction
         size *= (1 + ENTRY * fraction * (0.5 + ranks / 4)) / (1 + ENTRY * MEASURED_FRACTION)
     if isinstance(sync.compress, PowerSGDOptions):
         directions = max(0, sync.compress.rank - MEASURED_RANK)
-        elements = sum(each.elements for each in tensors)
-        more = 2.0 * PRODUCTS * directions * elements / device.rate("float32")
-    return size / rate + more
+        elements = sum(tensor.elements for tensor in tensors)
+        extra_seconds = 2.0 * PRODUCTS * directions * elements / device.rate("float32")
+    return size / rate + extra_seconds
 
 
 def _messages(sync: SyncOptions, tensors: Sequence[TrainedTensor], ranks: int) -> list[tuple[str, float]]:
     """Return the collectives of a bucket, with the bytes of the full value of each."""
-    elements = sum(each.elements for each in tensors)
+    elements = sum(tensor.elements for tensor in tensors)
     if isinstance(sync.compress, TopKOptions):
         fraction = sync.compress.fraction
-        entries = [count_top_k_entries(fraction, each.elements) * (each.itemsize + 4) for each in tensors]
+        entries = [count_top_k_entries(fraction, tensor.elements) * (tensor.itemsize + 4) for tensor in tensors]
         return [("all_gather", float(ranks * sum(entries)))]
     if isinstance(sync.compress, PowerSGDOptions):
         # Two rounds: the left factors with all that is not compressed, then the right factors.
         left, right = 0.0, 0.0
-        for each in tensors:
-            rows = each.shape[0] if each.shape else 1
-            item, columns = max(each.itemsize, 4), each.elements // max(rows, 1)
+        for tensor in tensors:
+            rows = tensor.shape[0] if tensor.shape else 1
+            item, columns = max(tensor.itemsize, 4), tensor.elements // max(rows, 1)
             thin = sync.compress.rank * (rows + columns) * item
-            left += sync.compress.rank * rows * item if thin < each.nbytes else each.nbytes
-            right += sync.compress.rank * columns * item if thin < each.nbytes else 0.0
+            left += sync.compress.rank * rows * item if thin < tensor.nbytes else tensor.nbytes
+            right += sync.compress.rank * columns * item if thin < tensor.nbytes else 0.0
         return [("all_reduce", size) for size in (left, right) if size]
-    if all(each.itemsize <= 2 for each in tensors):
-        return [("all_reduce", float(sum(each.nbytes for each in tensors)))]
+    if all(tensor.itemsize <= 2 for tensor in tensors):
+        return [("all_reduce", float(sum(tensor.nbytes for tensor in tensors)))]
     # Two ranks exchange whole vectors; more of them each sum a part, and send that to all.
     if ranks == 2:
         return [("all_gather", 2.0 * ranks * elements)]

@@ -52,7 +52,7 @@ class TrainedTensor:
 
 
 def compute_sync_bytes(
-    sync: SyncOptions, held: Sequence[TrainedTensor], step: int, microbatches: int = 1, answers: float = 0.0
+    sync: SyncOptions, tensors: Sequence[TrainedTensor], step: int, microbatches: int = 1, answers: float = 0.0
 ) -> float:
     """Return the bytes that one worker sends in a step to synchronize the replicas.
 
@@ -74,24 +74,26 @@ def compute_sync_bytes(
 
     Args:
         sync: the plan's options of gradient synchronization.
-        held: trained tensors on the worker.
+        tensors: trained tensors on the worker.
         step: number of the step, counted from 0.
         microbatches: number of microbatches of the step.
         answers: bytes of weights that servers in this worker's process send to other processes.
     """
     # ``inner`` are the reductions that are no replica synchronization: over operator axes and tied weights, every step.
     if sync.has_servers:
-        inner = sum(each.gradient_sum_bytes for each in held if not each.only_replicas)
-        return inner + sum(each.nbytes for each in held if each.goes_to_server) + answers
+        inner = sum(tensor.gradient_sum_bytes for tensor in tensors if not tensor.only_replicas)
+        return inner + sum(tensor.nbytes for tensor in tensors if tensor.goes_to_server) + answers
     if sync.every > 1 and step >= sync.warmup:
         due = (step + 1 - sync.warmup) % sync.every == 0
-        inner = sum(each.gradient_sum_bytes for each in held if not each.only_replicas)
+        inner = sum(tensor.gradient_sum_bytes for tensor in tensors if not tensor.only_replicas)
         return inner + (
-            sum(all_reduce_bytes(each.nbytes, each.ranks) for each in held if each.only_replicas) if due else 0.0
+            sum(all_reduce_bytes(tensor.nbytes, tensor.ranks) for tensor in tensors if tensor.only_replicas)
+            if due
+            else 0.0
         )
     return sum(
-        _all_reduce_step_bytes(sync, each, step, microbatches) if each.only_replicas else each.gradient_sum_bytes
-        for each in held
+        _all_reduce_step_bytes(sync, tensor, step, microbatches) if tensor.only_replicas else tensor.gradient_sum_bytes
+        for tensor in tensors
     )
 
 
@@ -108,30 +110,30 @@ def count_top_k_entries(fraction: float, elements: int) -> int:
     return math.ceil(Fraction(str(fraction)) * elements)
 
 
-def _all_reduce_step_bytes(sync: SyncOptions, held: TrainedTensor, step: int, microbatches: int) -> float:
+def _all_reduce_step_bytes(sync: SyncOptions, tensor: TrainedTensor, step: int, microbatches: int) -> float:
     """Return the bytes that one worker sends for one tensor that replicas reduce in every step."""
-    if held.sparse_rows is not None:
-        return held.gradient_sum_bytes
+    if tensor.sparse_rows is not None:
+        return tensor.gradient_sum_bytes
     if sync.shard != "none":
-        return _sharded_step_bytes(sync, held, microbatches)
+        return _sharded_step_bytes(sync, tensor, microbatches)
     if sync.wire != "same":
-        return all_reduce_bytes(held.elements * 2, held.ranks)
+        return all_reduce_bytes(tensor.elements * 2, tensor.ranks)
     if isinstance(sync.compress, TopKOptions):
         # Top-k entries cannot be summed in a ring: values and int32 indices are all-gathered.
-        return (held.ranks - 1) * count_top_k_entries(sync.compress.fraction, held.elements) * (held.itemsize + 4)
+        return (tensor.ranks - 1) * count_top_k_entries(sync.compress.fraction, tensor.elements) * (tensor.itemsize + 4)
     if isinstance(sync.compress, PowerSGDOptions) and step >= sync.compress.start:
         # PowerSGD: the factors P (rows x rank) and Q (columns x rank) of the matrix, at least in float32;
         # tensors that this would not shrink are sent as they are.
-        rows = held.shape[0] if held.shape else 1
-        thin = sync.compress.rank * (rows + held.elements // max(rows, 1)) * max(held.itemsize, 4)
-        return all_reduce_bytes(min(thin, held.nbytes), held.ranks)
-    return all_reduce_bytes(held.nbytes, held.ranks)
+        rows = tensor.shape[0] if tensor.shape else 1
+        thin = sync.compress.rank * (rows + tensor.elements // max(rows, 1)) * max(tensor.itemsize, 4)
+        return all_reduce_bytes(min(thin, tensor.nbytes), tensor.ranks)
+    return all_reduce_bytes(tensor.nbytes, tensor.ranks)
 
 
-def _sharded_step_bytes(sync: SyncOptions, held: TrainedTensor, microbatches: int) -> float:
+def _sharded_step_bytes(sync: SyncOptions, tensor: TrainedTensor, microbatches: int) -> float:
     """Return the bytes of reduce-scatters and all-gathers within a group, and of the all-reduce across groups."""
-    within = min(sync.within or held.ranks, held.ranks)
-    each = held.nbytes * (within - 1) / within
-    across = all_reduce_bytes(held.nbytes / within, held.ranks // within)
+    within = min(sync.within or tensor.ranks, tensor.ranks)
+    within_bytes = tensor.nbytes * (within - 1) / within
+    across = all_reduce_bytes(tensor.nbytes / within, tensor.ranks // within)
     times = {"optimizer": 2, "gradients": microbatches + 1, "parameters": 3 * microbatches}[sync.shard]
-    return times * each + across
+    return times * within_bytes + across

@@ -10,8 +10,10 @@ from polylane.cost.operators.demand import NOTHING, LocalCall, Operation, PassDe
 def bandwidth_bound(
     local: LocalCall, forward: float, backward: float, kernels: tuple[float, float] = (1, 1)
 ) -> Operation:
-    there, back = kernels
-    return local.operation("memory", PassDemand(bytes=forward, kernels=there), PassDemand(bytes=backward, kernels=back))
+    forward_kernels, back = kernels
+    return local.operation(
+        "memory", PassDemand(bytes=forward, kernels=forward_kernels), PassDemand(bytes=backward, kernels=back)
+    )
 
 
 def read_and_write(local: LocalCall) -> Operation:
@@ -27,9 +29,9 @@ def linear_combination(local: LocalCall) -> Operation:
     value); a broadcast input's gradient is summed.
     """
     forward = local.bytes_read + local.bytes_written
-    whole = [s for s, v in zip(local.inputs, local.call.inputs, strict=True) if v.gradient]
-    forks = sum(math.prod(s) == math.prod(local.outputs[0]) for s in whole) > 1
-    smaller = any(math.prod(s) < math.prod(local.outputs[0]) for s in whole)
+    shapes = [s for s, v in zip(local.inputs, local.call.inputs, strict=True) if v.gradient]
+    forks = sum(math.prod(s) == math.prod(local.outputs[0]) for s in shapes) > 1
+    smaller = any(math.prod(s) < math.prod(local.outputs[0]) for s in shapes)
     moved = 3 * local.bytes_written * forks + local.bytes_written * smaller
     return bandwidth_bound(local, forward, moved, (1, float(forks + smaller)))
 
@@ -37,8 +39,8 @@ def linear_combination(local: LocalCall) -> Operation:
 def dropout(local: LocalCall) -> Operation:
     if not _is_training(local):
         return view(local)
-    kept = float(math.prod(local.outputs[0]))  # a byte for each element says whether it was kept
-    moved = local.bytes_read + local.bytes_written + kept
+    mask_bytes = float(math.prod(local.outputs[0]))  # a byte for each element says whether it was kept
+    moved = local.bytes_read + local.bytes_written + mask_bytes
     return bandwidth_bound(local, moved, moved)
 
 

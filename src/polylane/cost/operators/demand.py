@@ -120,9 +120,11 @@ class LocalCall:
 
     def itemsize_of(self, value: TensorValue) -> int:
         """Return the bytes per element of a value in the precision of the passes."""
-        own = value.dtype.itemsize
+        size = value.dtype.itemsize
         return (
-            min(own, self.float_itemsize) if self.float_itemsize is not None and value.dtype.is_floating_point else own
+            min(size, self.float_itemsize)
+            if self.float_itemsize is not None and value.dtype.is_floating_point
+            else size
         )
 
     @property

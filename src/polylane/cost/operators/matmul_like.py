@@ -67,8 +67,8 @@ def einsum(local: LocalCall) -> Operation | None:
     equation, shapes = local.call.arguments.get("equation"), local.inputs
     if not isinstance(equation, str) or len(shapes) != 2 or "->" not in equation or "." in equation:
         return None
-    given, out = equation.replace(" ", "").split("->")
-    left, right = given.split(",")
+    operands, out = equation.replace(" ", "").split("->")
+    left, right = operands.split(",")
     sizes = dict(zip(left + right, (*shapes[0], *shapes[1]), strict=True))
 
     def size(letters: set[str]) -> int:
@@ -90,10 +90,10 @@ def contraction(local: LocalCall) -> Operation | None:
 
 
 def bilinear(local: LocalCall) -> Operation | None:
-    first, weight = local.shape("input1"), local.shape("weight")
-    if not first or weight is None or len(weight) != 3:
+    x, weight = local.shape("input1"), local.shape("weight")
+    if not x or weight is None or len(weight) != 3:
         return None
-    product = Product(math.prod(first[:-1]), weight[0], weight[1] * weight[2], row_elements=min(weight))
+    product = Product(math.prod(x[:-1]), weight[0], weight[1] * weight[2], row_elements=min(weight))
     return _product(local, product, *map(local.has_gradient, ("input1", "weight", "bias")), weight=math.prod(weight))
 
 
@@ -116,12 +116,12 @@ def convolution(local: LocalCall) -> Operation | None:
     # The input gradient takes as many operations as the forward pass, by k; strides change m.
     data = replace(forward, m=inner, n=weight[1], k=forward.flops / (2.0 * groups * inner * max(weight[1], 1)))
     weights = replace(forward, m=n, n=k, k=pixels)
-    first, second = (data, forward) if transposed else (forward, data)
+    forward_product, second = (data, forward) if transposed else (forward, data)
     has_data, has_weights, has_bias = map(local.has_gradient, ("input", "weight", "bias"))
-    back = tuple(p for p, wanted in ((second, has_data), (weights, has_weights)) if wanted)
+    back = tuple(p for p, has_gradient in ((second, has_data), (weights, has_weights)) if has_gradient)
     moved = 3 * math.prod(weight) * local.first_itemsize * has_weights + local.bytes_written * has_bias
     backward = PassDemand(back, moved, kernels=len(back) + has_weights + has_bias)
-    return local.operation("convolution", PassDemand((first,), kernels=1), backward)
+    return local.operation("convolution", PassDemand((forward_product,), kernels=1), backward)
 
 
 # Reads and writes of the scores in attention with dropout, forward and backward: product, mask, softmax, dropout,
@@ -149,12 +149,12 @@ def _attention_with_scores(local: LocalCall, query: Shape, key: Shape, value: Sh
     """Return the demand of unfused attention: dropout is drawn by key, which no fused kernel supports."""
     heads, rows, columns = math.prod(query[:-2]), query[-2], key[-2]
     scores = heads * rows * columns * local.first_itemsize
-    first = Product(rows, columns, query[-1], batch=heads, row_elements=query[-1])
+    score_product = Product(rows, columns, query[-1], batch=heads, row_elements=query[-1])
     second = Product(rows, value[-1], columns, batch=heads, row_elements=value[-1])
-    there, back = (times * scores for times in OVER_SCORES)
-    forward = PassDemand((first, second), local.bytes_read + local.bytes_written + there, kernels=5)
+    forward_bytes, back = (times * scores for times in OVER_SCORES)
+    forward = PassDemand((score_product, second), local.bytes_read + local.bytes_written + forward_bytes, kernels=5)
     moved = local.bytes_read + 2 * local.bytes_written + local.input_gradient_bytes + back
-    backward = PassDemand((first, first, second, second), moved, kernels=8)
+    backward = PassDemand((score_product, score_product, second, second), moved, kernels=8)
     return local.operation("matmul", forward, backward)
 
 
@@ -184,8 +184,8 @@ def recurrent(local: LocalCall) -> Operation | None:
     kernels = len(weights) * 2.0 + 2.0 * sum(p.repeats for p in products if p.repeats > 1)
     forward = PassDemand(tuple(products), moved, kernels=kernels)
     back = tuple(
-        each
+        product
         for p in products
-        for each in (replace(p, n=p.k, k=p.n), replace(p, m=p.n, n=p.k, k=p.m * p.repeats, repeats=1))
+        for product in (replace(p, n=p.k, k=p.n), replace(p, m=p.n, n=p.k, k=p.m * p.repeats, repeats=1))
     )
     return local.operation("recurrent", forward, PassDemand(back, 2 * moved + 3 * size, kernels=2 * kernels))

@@ -25,8 +25,8 @@ def operation(
     local = LocalCall(call, inputs, outputs, item)
     # In-place operators (trailing "_") demand what their functional version does.
     rule = _RULES.get(call.base.removesuffix("_") if call.written_inputs else call.base)
-    found = rule(local) if rule is not None else None
-    return moved.read_and_write(local) if found is None else found
+    demand = rule(local) if rule is not None else None
+    return moved.read_and_write(local) if demand is None else demand
 
 
 _RULES: dict[str, Callable[[LocalCall], Operation | None]] = {

@@ -48,24 +48,24 @@ class Profile:
         """Return the seconds of whole passes over the sum of their nodes' seconds."""
         sums = [0.0, 0.0]
         for name in self.nodes:
-            for way, seconds in enumerate(self.node_seconds(name, samples)):
-                sums[way] += seconds
-        whole = self.step_seconds(samples)
-        forward, backward = (w / s if s > 0 and w > 0 else 1.0 for w, s in zip(whole, sums, strict=True))
+            for direction, seconds in enumerate(self.node_seconds(name, samples)):
+                sums[direction] += seconds
+        step_seconds = self.step_seconds(samples)
+        forward, backward = (w / s if s > 0 and w > 0 else 1.0 for w, s in zip(step_seconds, sums, strict=True))
         return forward, backward
 
 
-def _interpolate(samples: Sequence[int], values: Sequence[Both], wanted: int) -> Both:
+def _interpolate(samples: Sequence[int], values: Sequence[Both], target: int) -> Both:
     """Return values on the line through the two nearest sizes, at least a tenth of the proportional value."""
     if len(samples) == 1:
-        return (values[0][0] * wanted / samples[0], values[0][1] * wanted / samples[0])
+        return (values[0][0] * target / samples[0], values[0][1] * target / samples[0])
     # Beyond the measured sizes the outermost pair is extrapolated; the floor keeps noise from giving negative
     # times.
-    right = min(max(bisect.bisect_left(samples, wanted), 1), len(samples) - 1)
+    right = min(max(bisect.bisect_left(samples, target), 1), len(samples) - 1)
     (x0, a), (x1, b) = (samples[right - 1], values[right - 1]), (samples[right], values[right])
-    share = (wanted - x0) / (x1 - x0)
+    share = (target - x0) / (x1 - x0)
     forward, backward = (
-        max(u + share * (v - u), 0.1 * min(u * wanted / x0, v * wanted / x1)) for u, v in zip(a, b, strict=True)
+        max(u + share * (v - u), 0.1 * min(u * target / x0, v * target / x1)) for u, v in zip(a, b, strict=True)
     )
     return forward, backward
 
@@ -100,7 +100,7 @@ class ProfileClock:
 
     def _rank_share(self, work: OperatorWork) -> Both:
         """Return the fraction of the operator's time on a rank, by the device model."""
-        own = self.device_clock(work)
-        all_ = self.device_clock(replace(work, inputs=work.whole_inputs, outputs=work.whole_outputs, work_share=None))
-        forward, backward = (a / b if b > 0 else 1.0 for a, b in zip(own, all_, strict=True))
+        rank_seconds = self.device_clock(work)
+        total = self.device_clock(replace(work, inputs=work.whole_inputs, outputs=work.whole_outputs, work_share=None))
+        forward, backward = (a / b if b > 0 else 1.0 for a, b in zip(rank_seconds, total, strict=True))
         return forward, backward

@@ -35,8 +35,8 @@ def pass_seconds(op: Operation, device: Device, dtype: str) -> tuple[float, floa
 
 def host_seconds(op: Operation, device: Device) -> tuple[float, float]:
     """Return the host's seconds to issue the forward and the backward pass."""
-    each = device.dispatch / device.speed
-    return op.forward.kernels * each, op.backward.kernels * each
+    kernel_seconds = device.dispatch / device.speed
+    return op.forward.kernels * kernel_seconds, op.backward.kernels * kernel_seconds
 
 
 def matmul_seconds(product: Product, device: Device, dtype: str, item: int | None = None) -> float:
@@ -48,16 +48,16 @@ def matmul_seconds(product: Product, device: Device, dtype: str, item: int | Non
     """
     width = _ITEM.get(dtype, 4) if item is None else item
     splits = (parts for parts in _SPLITS if parts == 1 or product.k >= _LEAST_TERMS * parts)
-    taken = min(_tiled_seconds(product, device, dtype, width, parts) for parts in splits)
+    seconds = min(_tiled_seconds(product, device, dtype, width, parts) for parts in splits)
     if device.type == "cuda" and "float32" in device.achieved:  # a GPU has other units for plain arithmetic
-        taken = min(taken, product.flops / device.rate("float32"))
-    return max(taken, product.elements * width / device.stream)
+        seconds = min(seconds, product.flops / device.rate("float32"))
+    return max(seconds, product.elements * width / device.stream)
 
 
 def _tiled_seconds(product: Product, device: Device, dtype: str, width: int, parts: int) -> float:
     """Return the seconds with the contraction split into ``parts`` (split-K), by the best tile."""
     rows, columns = device.tiles[0]
-    least = 1 / rows + 1 / columns
+    least_edge = 1 / rows + 1 / columns
     # Rows that are not aligned to the widest load slow the product by a power of the missing alignment.
     aligned = _row_alignment(product.row_elements * width, device.aligned) if product.row_elements else device.aligned
     rate = device.rate(dtype) / device.units * (aligned / device.aligned) ** device.misaligned
@@ -69,28 +69,28 @@ def _tiled_seconds(product: Product, device: Device, dtype: str, width: int, par
         count = product.batch * math.ceil(product.m / rows) * math.ceil(product.n / columns) * parts / device.units
         waves = device.waves * math.ceil(count) + (1 - device.waves) * max(count, 1.0 / device.units)
         # Small tiles have more edge per area: they load more for each product.
-        dearer = 1 + device.edge * ((1 / rows + 1 / columns) / least - 1)
+        dearer = 1 + device.edge * ((1 / rows + 1 / columns) / least_edge - 1)
         best = min(best, waves * 2 * rows * columns * terms * dearer / rate)
     # Split-K writes float32 partial results and reads them back, in one more kernel.
     summed = 2 * 4 * parts * product.batch * product.m * product.n / device.stream if parts > 1 else 0.0
     return product.repeats * (best + summed + device.overhead * (parts > 1))
 
 
-def _row_alignment(row: int, most: int) -> int:
-    """Return the power of two, at most ``most``, to which rows of ``row`` bytes are aligned."""
-    return min(row & -row, most)
+def _row_alignment(row: int, limit: int) -> int:
+    """Return the power of two, at most ``limit``, to which rows of ``row`` bytes are aligned."""
+    return min(row & -row, limit)
 
 
-def _direction_seconds(op: Operation, each: PassDemand, device: Device, dtype: str) -> float:
-    if each == PassDemand():
+def _direction_seconds(op: Operation, pass_demand: PassDemand, device: Device, dtype: str) -> float:
+    if pass_demand == PassDemand():
         return 0.0
-    taken = sum(matmul_seconds(product, device, dtype, op.itemsize) for product in each.products)
-    moved = each.bytes / device.stream
-    if each.flops:
+    seconds = sum(matmul_seconds(product, device, dtype, op.itemsize) for product in pass_demand.products)
+    moved = pass_demand.bytes / device.stream
+    if pass_demand.flops:
         # Short sequences do not fill a fused attention kernel.
         ramp = 1 + device.attention_length / max(op.key_length, 1)
-        moved = max(moved, each.flops * ramp / (device.attention * device.rate(dtype)))
-    return taken + moved + device.overhead / device.speed * max(1.0, len(each.products))
+        moved = max(moved, pass_demand.flops * ramp / (device.attention * device.rate(dtype)))
+    return seconds + moved + device.overhead / device.speed * max(1.0, len(pass_demand.products))
 
 
 @dataclass
@@ -117,8 +117,8 @@ class Roofline:
 
         A work share of 1 (an embedding whose table is sharded) means that the local shapes already tell the work.
         """
-        found = operation(work.operator.call, work.inputs, work.outputs, self.float_itemsize)
+        demand = operation(work.operator.call, work.inputs, work.outputs, self.float_itemsize)
         if work.work_share is None or work.work_share == 1.0:
-            return found
-        whole = operation(work.operator.call, work.whole_inputs, work.whole_outputs, self.float_itemsize)
-        return whole.scaled(work.work_share)
+            return demand
+        full_demand = operation(work.operator.call, work.whole_inputs, work.whole_outputs, self.float_itemsize)
+        return full_demand.scaled(work.work_share)

@@ -43,8 +43,8 @@ class TrainingOptions:
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        known = (("dtype", tuple(ITEM)), ("recompute", get_args(Recompute)))
-        for name, choices in known:
+        options = (("dtype", tuple(ITEM)), ("recompute", get_args(Recompute)))
+        for name, choices in options:
             if getattr(self, name) not in choices:
                 raise PolylaneError(f"{name} {getattr(self, name)!r}: choose one of {', '.join(choices)}")
 

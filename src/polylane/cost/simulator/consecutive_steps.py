@@ -28,12 +28,12 @@ def overlap_seconds(lanes: Sequence[Sequence[Task]], step: Timeline, hosts: Sequ
         hosts: hosts whose lanes share cores, as of :func:`polylane.cost.simulator.simulate.simulate_tasks`.
     """
     end = step.makespan()
-    last = dict.fromkeys(range(len(lanes)), 0.0)
+    lane_ends = dict.fromkeys(range(len(lanes)), 0.0)
     for span in step.spans:
-        last[span.rank] = max(last[span.rank], span.end)
+        lane_ends[span.rank] = max(lane_ends[span.rank], span.end)
     # A step begins in the lanes that receive nothing first. Where these end last, the next one cannot begin earlier.
     begin = [number for number, lane in enumerate(lanes) if lane and lane[0].action.kind is not ActionKind.RECEIVE]
-    if all(math.isclose(last[number], end, rel_tol=1e-9) for number in begin):
+    if all(math.isclose(lane_ends[number], end, rel_tol=1e-9) for number in begin):
         return 0.0
-    before, after = (simulate_tasks([[*lane] * steps for lane in lanes], hosts) for steps in (STEPS - 1, STEPS))
-    return max(0.0, end - (after.makespan() - before.makespan()))
+    short_run, long_run = (simulate_tasks([[*lane] * steps for lane in lanes], hosts) for steps in (STEPS - 1, STEPS))
+    return max(0.0, end - (long_run.makespan() - short_run.makespan()))

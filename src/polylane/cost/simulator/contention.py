@@ -75,11 +75,11 @@ class ContentionSimulator:
                 return
             self.now = self.events[0][0]
             while self.events and self.events[0][0] == self.now:
-                _, _, version, what = heapq.heappop(self.events)
-                if isinstance(what, Transmission):
-                    self._deliver(what)
-                elif version == what.version:
-                    self._handle_progress(what)
+                _, _, version, payload = heapq.heappop(self.events)
+                if isinstance(payload, Transmission):
+                    self._deliver(payload)
+                elif version == payload.version:
+                    self._handle_progress(payload)
 
     # Lanes
 
@@ -124,12 +124,12 @@ class ContentionSimulator:
             self._mark_ready(op.message)
 
     def _compute(self, lane: int, op: ScheduledTask) -> None:
-        work = _Activity(op.task.seconds, self.now, lane=lane, op=op)
+        activity = _Activity(op.task.seconds, self.now, lane=lane, op=op)
         if lane not in self.host_of:
-            self._set_speed(work, 1)
+            self._set_speed(activity, 1)
             return
         host = self.host_of[lane]
-        self.computing[host][work] = None
+        self.computing[host][activity] = None
         self.changed_hosts[host] = None
 
     # Transfers
@@ -142,25 +142,25 @@ class ContentionSimulator:
 
     def _begin_transfer(self, travel: Transmission) -> None:
         transfer, travel.start = travel.transfer, self.now
-        work = _Activity(transfer.seconds, self.now, message=travel)
+        activity = _Activity(transfer.seconds, self.now, message=travel)
         if not transfer.seconds:
-            self._finish_transfer(work, travel)
+            self._finish_transfer(activity, travel)
             return
         if transfer.cpu:
             for lane in travel.end_lanes:
                 if lane in self.host_of:
-                    work.hosts[self.host_of[lane]] = work.hosts.get(self.host_of[lane], 0) + 1
-        for host in work.hosts:
-            self.moving[host][work] = None
-        self.changed_hosts |= dict.fromkeys(work.hosts)
-        if not work.hosts:
-            self._set_speed(work, 1)
+                    activity.hosts[self.host_of[lane]] = activity.hosts.get(self.host_of[lane], 0) + 1
+        for host in activity.hosts:
+            self.moving[host][activity] = None
+        self.changed_hosts |= dict.fromkeys(activity.hosts)
+        if not activity.hosts:
+            self._set_speed(activity, 1)
 
-    def _finish_transfer(self, work: _Activity, travel: Transmission) -> None:
+    def _finish_transfer(self, activity: _Activity, travel: Transmission) -> None:
         """End a transfer: release its cores, start those queued behind it, deliver it after its latency."""
-        for host in work.hosts:
-            del self.moving[host][work]
-        self.changed_hosts |= dict.fromkeys(work.hosts)
+        for host in activity.hosts:
+            del self.moving[host][activity]
+        self.changed_hosts |= dict.fromkeys(activity.hosts)
         travel.end = self.now
         if travel.transfer.latency:
             self._push_event(self.now + travel.transfer.latency, 0, travel)
@@ -177,45 +177,47 @@ class ContentionSimulator:
 
     # Events
 
-    def _push_event(self, time: float, version: int, what: _Activity | Transmission) -> None:
+    def _push_event(self, time: float, version: int, payload: _Activity | Transmission) -> None:
         self.count += 1
-        heapq.heappush(self.events, (time, self.count, version, what))
+        heapq.heappush(self.events, (time, self.count, version, payload))
 
-    def _handle_progress(self, work: _Activity) -> None:
+    def _handle_progress(self, activity: _Activity) -> None:
         """Handle an event of an activity: it releases its next transfer, or ends."""
-        if work.op is not None and work.freed_count < len(work.op.released):
-            self._mark_ready(work.op.released[work.freed_count][1])
-            work.freed_count += 1
-            self._schedule(work)
-        elif work.op is not None:
-            if work.lane in self.host_of:
-                del self.computing[self.host_of[work.lane]][work]
-                self.changed_hosts[self.host_of[work.lane]] = None
-            self._finish_op(work.lane, work.op)
-            self.again.append(work.lane)
+        if activity.op is not None and activity.freed_count < len(activity.op.released):
+            self._mark_ready(activity.op.released[activity.freed_count][1])
+            activity.freed_count += 1
+            self._schedule(activity)
+        elif activity.op is not None:
+            if activity.lane in self.host_of:
+                del self.computing[self.host_of[activity.lane]][activity]
+                self.changed_hosts[self.host_of[activity.lane]] = None
+            self._finish_op(activity.lane, activity.op)
+            self.again.append(activity.lane)
         else:
-            assert work.message is not None
-            self._finish_transfer(work, work.message)
+            assert activity.message is not None
+            self._finish_transfer(activity, activity.message)
 
-    def _schedule(self, work: _Activity) -> None:
+    def _schedule(self, activity: _Activity) -> None:
         """Push the event at which an activity releases its next transfer, or ends, at its present speed."""
-        target = work.full
-        if work.op is not None and work.freed_count < len(work.op.released):
-            fraction = work.op.released[work.freed_count][0]
+        target = activity.full
+        if activity.op is not None and activity.freed_count < len(activity.op.released):
+            fraction = activity.op.released[activity.freed_count][0]
             target = target if fraction == 1 else fraction * target
-        left = target - work.seconds_done
+        seconds_left = target - activity.seconds_done
         self._push_event(
-            max(self.now, work.since + (left if work.speed == 1 else left / work.speed)), work.version, work
+            max(self.now, activity.since + (seconds_left if activity.speed == 1 else seconds_left / activity.speed)),
+            activity.version,
+            activity,
         )
 
-    def _set_speed(self, work: _Activity, speed: float) -> None:
+    def _set_speed(self, activity: _Activity, speed: float) -> None:
         """Change the speed of an activity; one that keeps its speed keeps its event, exact to the last digit."""
-        if speed != work.speed:
-            if work.speed:
-                work.seconds_done += (self.now - work.since) * work.speed
-                work.version += 1
-            work.since, work.speed = self.now, speed
-            self._schedule(work)
+        if speed != activity.speed:
+            if activity.speed:
+                activity.seconds_done += (self.now - activity.since) * activity.speed
+                activity.version += 1
+            activity.since, activity.speed = self.now, speed
+            self._schedule(activity)
 
     # Shares
 
@@ -223,17 +225,19 @@ class ContentionSimulator:
         """Recompute the speeds on a host whose users have changed."""
         computing, moving = self.computing[host], self.moving[host]
         # Water filling: every computing lane asks for a core, a transfer for its share at each of its ends.
-        demands = [(work.message.transfer.cpu, work.hosts[host]) for work in moving if work.message is not None]
+        demands = [
+            (activity.message.transfer.cpu, activity.hosts[host]) for activity in moving if activity.message is not None
+        ]
         self.levels[host] = water_fill_level(self.hosts[host].cores, [(1.0, len(computing)), *demands])
         rate = min(1.0, self.levels[host]) * self.factors[host][len(computing)]
-        for work in computing:
-            assert work.op is not None
+        for activity in computing:
+            assert activity.op is not None
             # Time that a task waits in collectives is not slowed by shared cores: the average speed over
             # the task.
-            waited = work.op.task.waited
-            slowed = rate if rate == 1 or not waited else work.full / ((work.full - waited) / rate + waited)
-            self._set_speed(work, slowed)
-        for work in moving:
-            assert work.message is not None
-            cpu = work.message.transfer.cpu
-            self._set_speed(work, min(1.0, *(self.levels[each] / cpu for each in work.hosts)))
+            waited = activity.op.task.waited
+            slowed = rate if rate == 1 or not waited else activity.full / ((activity.full - waited) / rate + waited)
+            self._set_speed(activity, slowed)
+        for activity in moving:
+            assert activity.message is not None
+            cpu = activity.message.transfer.cpu
+            self._set_speed(activity, min(1.0, *(self.levels[end_host] / cpu for end_host in activity.hosts)))

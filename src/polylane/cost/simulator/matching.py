@@ -166,14 +166,14 @@ class _LaneMatcher:
         # The n-th reduction of a key in one lane is the n-th in all others.
         number = self.seen.get((lane, key), 0)
         self.seen[lane, key] = number + 1
-        same = self.reduced.setdefault(key, [])
-        if number == len(same):
+        reductions = self.reduced.setdefault(key, [])
+        if number == len(reductions):
             chain = lane, task.action.kind, task.action.peer
-            same.append(
+            reductions.append(
                 Transmission(task.action, task.transfer, lanes, chain, end_lanes=lanes, missing_count=len(lanes))
             )
-            self.messages.append(same[-1])
-        travel = same[number]
+            self.messages.append(reductions[-1])
+        travel = reductions[number]
         if travel.lanes != lanes:
             raise ValueError(
                 f"{describe_action(task.action)} is of lanes {_format_lanes(travel.lanes)} and of lanes "
@@ -187,18 +187,18 @@ class _LaneMatcher:
         """Give each receive its transfer: its own lane's reduction with the same key, or else the send."""
         ends: dict[Hashable, int] = {}
         for (lane, key), ops in self.received.items():
-            own = (lane, key) in self.seen
-            travels = self.reduced[key] if own else self.sent.get(key, [])
+            is_reduction = (lane, key) in self.seen
+            travels = self.reduced[key] if is_reduction else self.sent.get(key, [])
             if len(ops) > len(travels):
                 action = ops[len(travels)].task.action
                 raise ValueError(f"deadlock: {describe_action(action)} in lane {lane} waits for what no lane sends")
-            if not own and ends.setdefault(key, lane) != lane:
+            if not is_reduction and ends.setdefault(key, lane) != lane:
                 raise ValueError(
                     f"{describe_action(ops[0].task.action)} is received by lane {ends[key]} and by lane {lane}"
                 )
             for op, travel in zip(ops, travels, strict=False):
                 op.message = travel
-                if not own:
+                if not is_reduction:
                     travel.end_lanes = (*travel.lanes, lane)
 
     def check_reductions(self) -> None:

@@ -83,16 +83,16 @@ def simulate_replicas(
         # Replicas with the same number are a pipeline of their own.
         spans = list[Span]()
         for replica in range(counts[0]):
-            own = [each[replica] for each in lanes]
-            played = simulate_schedule(own, forward, backward, hop, graph, weight, halving)
+            pipeline = [group[replica] for group in lanes]
+            played = simulate_schedule(pipeline, forward, backward, hop, graph, weight, halving)
             spans += [replace(span, rank=span.rank * counts[0] + replica) for span in played.spans]
         return replace(played, spans=tuple(spans), ranks=sum(counts))
-    every = [lane for of_replicas in lanes for lane in of_replicas]
+    all_lanes = [lane for of_replicas in lanes for lane in of_replicas]
     # No two stages share a lane, so that every value is a message.
     passes = _SchedulePasses(graph, {}, pass_ticks(graph.stages, forward, backward, weight, halving), hop)
-    found: list[list[Span]] = [[] for _ in every]
-    longest_path(passes.run(number, lane, found[number]) for number, lane in enumerate(every))
-    return Timeline(tuple(span for of_lane in found for span in of_lane), ranks=len(every), unit="ticks")
+    lane_spans: list[list[Span]] = [[] for _ in all_lanes]
+    longest_path(passes.run(number, lane, lane_spans[number]) for number, lane in enumerate(all_lanes))
+    return Timeline(tuple(span for of_lane in lane_spans for span in of_lane), ranks=len(all_lanes), unit="ticks")
 
 
 class _SchedulePasses:
@@ -113,7 +113,7 @@ class _SchedulePasses:
         hop: float | Mapping[tuple[int, int], float],
     ) -> None:
         self._graph, self._lane_of, self._ticks = graph, lane_of, ticks
-        edges = [(before, stage) for stage, others in enumerate(graph.predecessors) for before in others]
+        edges = [(source, stage) for stage, sources in enumerate(graph.predecessors) for source in sources]
         ticks_of = [hop[edge] for edge in edges] if isinstance(hop, Mapping) else [hop] * len(edges)
         # One more, so that a wrong number is refused where there is no edge, too.
         _per_stage("hop", [*ticks_of, 0 if isinstance(hop, Mapping) else hop], len(edges) + 1)
@@ -121,33 +121,33 @@ class _SchedulePasses:
         # Messages that so far only one of their two passes has asked for, by what sends them and the stage they go to.
         self._open: dict[tuple[bool, int, int | None, int], Transmission] = {}
 
-    def run(self, lane: int, actions: Sequence[Action], done: list[Span]) -> Iterator[ScheduledTask]:
-        """Yield the passes of a lane; once one has been run, its span is appended to ``done``."""
+    def run(self, lane: int, actions: Sequence[Action], spans: list[Span]) -> Iterator[ScheduledTask]:
+        """Yield the passes of a lane; once one has been run, its span is appended to ``spans``."""
         for action in actions:
             stage, microbatch, back = action.stage, action.microbatch, action.kind is not ActionKind.FORWARD
             sources, targets = _neighbours(action, self._graph)
             task = ScheduledTask(Task(action, self._ticks[action.kind][stage]), Role.COMPUTE)
             task.awaited = tuple(
-                self._message((back, other, microbatch, stage), action, lane)
-                for other in sources
-                if self._lane_of.get(other) != lane
+                self._message((back, source, microbatch, stage), action, lane)
+                for source in sources
+                if self._lane_of.get(source) != lane
             )
             task.released = tuple(
-                (1, self._message((back, stage, microbatch, other), action, lane))
-                for other in targets
-                if self._lane_of.get(other) != lane
+                (1, self._message((back, stage, microbatch, target), action, lane))
+                for target in targets
+                if self._lane_of.get(target) != lane
             )
             yield task
             assert task.start is not None and task.end is not None  # the simulator takes the next pass after this one
-            done.append(Span(lane, action, task.start, task.end))
+            spans.append(Span(lane, action, task.start, task.end))
 
     def _message(self, key: tuple[bool, int, int | None, int], action: Action, lane: int) -> Transmission:
-        found = self._open.pop(key, None)
-        if found is None:
+        message = self._open.pop(key, None)
+        if message is None:
             back, source, _, target = key
             hop = self._hops[(target, source) if back else (source, target)]
-            found = self._open[key] = Transmission(action, hop, (lane,), key, missing_count=1)
-        return found
+            message = self._open[key] = Transmission(action, hop, (lane,), key, missing_count=1)
+        return message
 
 
 def pass_ticks(
@@ -166,19 +166,19 @@ def pass_ticks(
     Raises:
         ValueError: durations are negative or not one per stage, or a weight half is longer than its whole pass.
     """
-    whole = _per_stage("backward", backward, stages)
+    totals = _per_stage("backward", backward, stages)
     # Halves of even numbers stay whole, so that pictures keep a cell for every tick.
-    halves = [ticks // 2 if isinstance(ticks, int) and ticks % 2 == 0 else ticks / 2 for ticks in whole]
+    halves = [ticks // 2 if isinstance(ticks, int) and ticks % 2 == 0 else ticks / 2 for ticks in totals]
     second = halves if weight is None else _per_stage("weight", weight, stages)
-    for stage, (part, all_) in enumerate(zip(second, whole, strict=True)):
-        if part > all_:
-            raise ValueError(f"the weight half of stage {stage} takes {part} ticks, its whole backward only {all_}")
+    for stage, (part, total) in enumerate(zip(second, totals, strict=True)):
+        if part > total:
+            raise ValueError(f"the weight half of stage {stage} takes {part} ticks, its whole backward only {total}")
     longer = _per_stage("halving", halving, stages, "a part of at least 0")
-    late = [part + more * all_ if more else part for part, more, all_ in zip(second, longer, whole, strict=True)]
+    late = [part + extra * total if extra else part for part, extra, total in zip(second, longer, totals, strict=True)]
     return {
         ActionKind.FORWARD: _per_stage("forward", forward, stages),
-        ActionKind.BACKWARD: whole,
-        ActionKind.BACKWARD_INPUT: [all_ - part for part, all_ in zip(second, whole, strict=True)],
+        ActionKind.BACKWARD: totals,
+        ActionKind.BACKWARD_INPUT: [total - part for part, total in zip(second, totals, strict=True)],
         ActionKind.BACKWARD_WEIGHT: late,
         ActionKind.STEP: [0] * stages,
     }
@@ -188,8 +188,8 @@ def _neighbours(action: Action, graph: StageGraph) -> tuple[tuple[int, ...], tup
     """Return the stages whose passes a pass reads from, and those that read from it: of values, or of gradients."""
     if action.kind in (ActionKind.BACKWARD_WEIGHT, ActionKind.STEP):
         return (), ()  # gradients of parameters stay on their stage
-    before, after = graph.predecessors[action.stage], graph.successors[action.stage]
-    return (before, after) if action.kind is ActionKind.FORWARD else (after, before)
+    predecessors, successors = graph.predecessors[action.stage], graph.successors[action.stage]
+    return (predecessors, successors) if action.kind is ActionKind.FORWARD else (successors, predecessors)
 
 
 def _needs(action: Action, graph: StageGraph) -> Iterator[tuple[tuple[ActionKind, ...], int]]:
@@ -218,18 +218,18 @@ def _check_all_ran(lanes: Sequence[Sequence[Action]], spans: Sequence[Sequence[S
     Raises:
         ValueError: a pass waits for one in another lane that is not there, or is itself blocked.
     """
-    blocked = [(number, lane[len(done)]) for number, lane in enumerate(lanes) if len(done := spans[number]) < len(lane)]
+    blocked = [(number, lane[len(past)]) for number, lane in enumerate(lanes) if len(past := spans[number]) < len(lane)]
     if not blocked:
         return
     number, action = blocked[0]
     ran = {span.action for lane in spans for span in lane}
     either = next(
-        each
+        alternatives
         for kinds, stage in _needs(action, graph)
-        if not ran.intersection(each := [Action(kind, stage, action.microbatch) for kind in kinds])
+        if not ran.intersection(alternatives := [Action(kind, stage, action.microbatch) for kind in kinds])
     )
-    there = [need for need in either if any(need in lane for lane in lanes)]
-    missing, why = (there[0], "is itself blocked") if there else (either[0], "no lane has")
+    present_needs = [need for need in either if any(need in lane for lane in lanes)]
+    missing, why = (present_needs[0], "is itself blocked") if present_needs else (either[0], "no lane has")
     raise ValueError(
         f"deadlock: {describe_action(action)} in lane {number} waits for {describe_action(missing)}, which {why}"
     )
@@ -261,29 +261,31 @@ def _lanes_of_stages(lanes: Sequence[Sequence[Action]], graph: StageGraph) -> di
 
 def _check_order(lane: Sequence[Action], number: int, lane_of: dict[int, int], graph: StageGraph) -> None:
     """Check that no action is repeated or precedes one in its own lane that it needs: no message orders these."""
-    seen: set[tuple[ActionKind, int, int | None]] = set()
+    seen_passes: set[tuple[ActionKind, int, int | None]] = set()
     for action in lane:
         for kinds, stage in _needs(action, graph):
-            own = lane_of.get(stage, number) == number
-            if own and not any((kind, stage, action.microbatch) in seen for kind in kinds):
+            is_own_lane = lane_of.get(stage, number) == number
+            if is_own_lane and not any((kind, stage, action.microbatch) in seen_passes for kind in kinds):
                 needs = [Action(kind, stage, action.microbatch) for kind in kinds]
                 needed = describe_action(next((need for need in needs if need in lane), needs[0]))
                 raise ValueError(
                     f"deadlock: {describe_action(action)} waits for {needed}, which does not come before it"
                 )
-        if (action.kind, action.stage, action.microbatch) in seen:
+        if (action.kind, action.stage, action.microbatch) in seen_passes:
             raise ValueError(f"lane {number} holds {describe_action(action)} twice")
-        seen.add((action.kind, action.stage, action.microbatch))
+        seen_passes.add((action.kind, action.stage, action.microbatch))
 
 
 def _per_stage(
-    name: str, ticks: float | Sequence[float], stages: int, wanted: str = "a duration of at least 0 ticks"
+    name: str, ticks: float | Sequence[float], stages: int, requirement: str = "a duration of at least 0 ticks"
 ) -> list[float]:
     """Return a duration for each stage, given one number for all or one for each."""
-    each = list(ticks) if isinstance(ticks, Sequence) else [ticks] * stages
-    if len(each) != stages:
-        raise ValueError(f"{name} names {len(each)} durations for {stages} stages: give one number, or one per stage")
-    for value in each:
+    durations = list(ticks) if isinstance(ticks, Sequence) else [ticks] * stages
+    if len(durations) != stages:
+        raise ValueError(
+            f"{name} names {len(durations)} durations for {stages} stages: give one number, or one per stage"
+        )
+    for value in durations:
         if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be {wanted}, not {value}")
-    return each
+            raise ValueError(f"{name} must be {requirement}, not {value}")
+    return durations

@@ -98,13 +98,13 @@ class _ServerSimulation:
             else:
                 self._handle(server, replica, time)
         # Until the first replica is done all of them are at work: what they do in that time is their rate.
-        until, lead = min(each[-1] for each in self._ended), min(LEAD, self._steps // 2)
-        since = max(each[lead - 1] for each in self._ended) if lead else 0.0
+        until, lead = min(times[-1] for times in self._ended), min(LEAD, self._steps // 2)
+        since = max(times[lead - 1] for times in self._ended) if lead else 0.0
         if until <= since:
             since = 0.0
-        done = sum(_count_between(each, since, until) for each in self._ended)
+        step_count = sum(_count_between(times, since, until) for times in self._ended)
         waits = tuple(waited / self._steps for waited in self._waited)
-        return ServedSteps(len(self._compute) * (until - since) / done, waits, self._apart)
+        return ServedSteps(len(self._compute) * (until - since) / step_count, waits, self._apart)
 
     def _schedule(self, time: float, server: int, replica: int) -> None:
         heapq.heappush(self._events, (time, next(self._order), server, replica))
@@ -123,29 +123,29 @@ class _ServerSimulation:
     def _handle(self, number: int, replica: int, time: float) -> None:
         """Take in a replica's gradients at a server, apply them where that is due, and answer who may go on."""
         server, applied = self._servers[number], self._applied[number]
-        now = max(time, self._busy[number]) + server.adding
-        self._busy[number] = now
+        clock = max(time, self._busy[number]) + server.adding
+        self._busy[number] = clock
         if self._staleness == 0:
             self._unanswered[number].add(replica)
             if len(self._unanswered[number]) < len(self._compute):
                 return
-            now += server.update
-            for each in self._unanswered[number]:
-                applied[each] += 1
+            clock += server.update
+            for waiting_replica in self._unanswered[number]:
+                applied[waiting_replica] += 1
         else:
-            now += server.update
+            clock += server.update
             applied[replica] += 1
             self._unanswered[number].add(replica)
         # A replica that has taken all its steps holds nobody back.
-        slowest = min((each for each in applied if each < self._steps), default=self._steps)
-        for each in sorted(self._unanswered[number]):
-            ahead = applied[each] - slowest
+        slowest = min((count for count in applied if count < self._steps), default=self._steps)
+        for waiting_replica in sorted(self._unanswered[number]):
+            ahead = applied[waiting_replica] - slowest
             if self._staleness == "any" or ahead <= self._staleness:
-                self._unanswered[number].discard(each)
+                self._unanswered[number].discard(waiting_replica)
                 self._apart = max(self._apart, ahead)
-                now += server.answer
-                self._answer(number, each, now)
-        self._busy[number] = now
+                clock += server.answer
+                self._answer(number, waiting_replica, clock)
+        self._busy[number] = clock
 
     def _answer(self, number: int, replica: int, time: float) -> None:
         """Send a replica its new weights; with those of the last server it begins its next step."""
@@ -169,10 +169,10 @@ def _count_between(times: Sequence[float], since: float, until: float) -> float:
     """Return how many steps ended after one time and until another, with the part of the one that is under way."""
 
     def count(at: float) -> float:
-        done = sum(time <= at for time in times)
-        if done == len(times):
-            return float(done)
-        begin = times[done - 1] if done else 0.0
-        return done + (at - begin) / (times[done] - begin)
+        step_count = sum(time <= at for time in times)
+        if step_count == len(times):
+            return float(step_count)
+        begin = times[step_count - 1] if step_count else 0.0
+        return step_count + (at - begin) / (times[step_count] - begin)
 
     return count(until) - count(since)

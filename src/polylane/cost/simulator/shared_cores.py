@@ -41,9 +41,9 @@ class SharedCores:
         """Return the relative speed of each of ``count`` >= 1 lanes that compute at once."""
         if self.contention is None:
             return 1.0
-        known = sorted({1: 1.0, **self.contention}.items())
-        low, start = max(each for each in known if each[0] <= count)
-        high, end = min((each for each in known if each[0] > count), default=(count, start))
+        points = sorted({1: 1.0, **self.contention}.items())
+        low, start = max(point for point in points if point[0] <= count)
+        high, end = min((point for point in points if point[0] > count), default=(count, start))
         return start if high == low else start + (end - start) * (count - low) / (high - low)
 
 
@@ -61,10 +61,10 @@ def water_fill_level(capacity: float, demands: Sequence[tuple[float, int]]) -> f
         return float("inf")
     # In ascending order: a demand below the current equal share is met in full, which raises the share of the
     # others.
-    left, users = capacity, sum(count for _, count in demands)
+    free_capacity, users = capacity, sum(count for _, count in demands)
     for demand, count in sorted(demands):
-        if demand * users > left:
+        if demand * users > free_capacity:
             break
-        left -= demand * count
+        free_capacity -= demand * count
         users -= count
-    return left / users
+    return free_capacity / users

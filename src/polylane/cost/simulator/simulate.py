@@ -58,14 +58,14 @@ def simulate_tasks(lanes: Sequence[Sequence[Task]], hosts: Sequence[SharedCores]
 
 def _can_contend(host: SharedCores, matched: MatchedLanes) -> bool:
     """Return whether the lanes of a host can slow each other: whether all of them at once exceed it."""
-    own = set(host.lanes)
-    most: dict[Hashable, float] = {}  # by exclusive key: these never overlap
+    host_lanes = set(host.lanes)
+    peak_demands: dict[Hashable, float] = {}  # by exclusive key: these never overlap
     for travel in matched.messages:
         if travel.transfer.cpu and travel.transfer.seconds:
-            cpu = travel.transfer.cpu * sum(lane in own for lane in travel.end_lanes)
-            most[travel.exclusive_key] = max(most.get(travel.exclusive_key, 0), cpu)
+            cpu = travel.transfer.cpu * sum(lane in host_lanes for lane in travel.end_lanes)
+            peak_demands[travel.exclusive_key] = max(peak_demands.get(travel.exclusive_key, 0), cpu)
     contended = any(host.slowdown(count) != 1 for count in range(1, len(host.lanes) + 1))
-    return contended or len(host.lanes) + sum(most.values()) > host.cores
+    return contended or len(host.lanes) + sum(peak_demands.values()) > host.cores
 
 
 def _spans(lane: int, ops: Sequence[ScheduledTask]) -> Iterator[Span]:
@@ -78,13 +78,13 @@ def _spans(lane: int, ops: Sequence[ScheduledTask]) -> Iterator[Span]:
 
 
 def _check_hosts(lanes: int, hosts: Sequence[SharedCores]) -> None:
-    seen: set[int] = set()
+    seen_lanes: set[int] = set()
     for host in hosts:
         for lane in host.lanes:
-            if not 0 <= lane < lanes or lane in seen:
-                why = "has another host" if lane in seen else f"is none of {lanes} lanes"
+            if not 0 <= lane < lanes or lane in seen_lanes:
+                why = "has another host" if lane in seen_lanes else f"is none of {lanes} lanes"
                 raise ValueError(f"a host cannot have lane {lane}, which {why}")
-            seen.add(lane)
+            seen_lanes.add(lane)
 
 
 def _check_all_ran(matched: MatchedLanes) -> None:
@@ -114,5 +114,5 @@ def _explain_stall(travel: Transmission, matched: MatchedLanes) -> str:
     ]
     if not late:
         return f"{describe_action(travel.action)}, which waits for its receiver or for those before it on its channel"
-    which = f"lane {late[0]}" if len(late) == 1 else f"lanes {', '.join(map(str, late))}"
-    return f"{describe_action(travel.action)} in {which}, which is itself blocked, or comes later there"
+    lane_names = f"lane {late[0]}" if len(late) == 1 else f"lanes {', '.join(map(str, late))}"
+    return f"{describe_action(travel.action)} in {lane_names}, which is itself blocked, or comes later there"

@@ -94,8 +94,8 @@ class Task:
 
 def describe_action(action: Action) -> str:
     """Return an action in words: "the receive of the gradient of h3 of microbatch 1 on stage 2 from 4"."""
-    what = "" if action.value is None else f" of {'the gradient of ' if action.gradient else ''}{action.value}"
-    which = "" if action.microbatch is None else f" of microbatch {action.microbatch}"
+    value = "" if action.value is None else f" of {'the gradient of ' if action.gradient else ''}{action.value}"
+    microbatch = "" if action.microbatch is None else f" of microbatch {action.microbatch}"
     end = "from" if action.kind is ActionKind.RECEIVE else "to"
     whom = "" if action.peer is None else f" {end} {action.peer}"
-    return f"the {action.kind}{what}{which} on stage {action.stage}{whom}"
+    return f"the {action.kind}{value}{microbatch} on stage {action.stage}{whom}"

@@ -30,9 +30,9 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function":
         return []
     if isinstance(node.target, LeafCall):  # assume that a leaf writes all its buffers
-        first = len(node.target.parameters)
+        offset = len(node.target.parameters)
         tensors: Any = node.args[1]
-        return list(tensors[first : first + len(node.target.buffers)])
+        return list(tensors[offset : offset + len(node.target.buffers)])
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     written = [value for info, value in _annotated_arguments(node) if info.is_write]
@@ -45,7 +45,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
 def find_written_buffers(graph: fx.Graph) -> list[str]:
     """Return names of the buffers that a captured graph writes in place, by themselves or through a view."""
     root = alias_groups(graph)
-    written = {root[each] for node in graph.nodes for each in written_arguments(node)}
+    written = {root[argument] for node in graph.nodes for argument in written_arguments(node)}
     buffers = [node for node in graph.nodes if node.op == "placeholder" and node.meta["role"][0] == "buffer"]
     return [str(node.meta["role"][1]) for node in buffers if root[node] in written]
 
@@ -71,9 +71,9 @@ def _annotated_arguments(node: fx.Node) -> Iterator[tuple[Any, fx.Node]]:
     for i, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None:
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            for each in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(each, fx.Node):
-                    yield argument.alias_info, each
+            for item in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(item, fx.Node):
+                    yield argument.alias_info, item
 
 
 def alias_groups(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -87,19 +87,19 @@ def alias_groups(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
     for node in graph.nodes:
         find(node)
-        for other in _aliased_arguments(node):
+        for argument in _aliased_arguments(node):
             # The sample slice is an argument of many nodes, but has no memory.
-            if _is_part(other):
+            if _is_part(argument):
                 continue
-            root[find(node)] = find(other)
+            root[find(node)] = find(argument)
     return {node: find(node) for node in graph.nodes}
 
 
 def _members_of(groups: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """Return the nodes of each group that :func:`alias_groups` found, by its first node."""
     members = defaultdict[fx.Node, list[fx.Node]](list)
-    for node, first in groups.items():
-        members[first].append(node)
+    for node, root in groups.items():
+        members[root].append(node)
     return members
 
 
@@ -120,16 +120,16 @@ def functionalize_writes(graph: fx.Graph) -> list[list[fx.Node]]:
         if not functional_name(node) or len(written_arguments(node)) != 1:
             continue
         (written,) = written_arguments(node)
-        first = groups[written]
+        root = groups[written]
         # Safe if no other alias of the memory is read after the write, and the memory is not a parameter, buffer or
         # input.
-        others = (n for n in members[first] if order[n] < order[node] and n is not written)
-        if first.op == "placeholder" or any(order[user] > order[node] for n in others for user in n.users):
+        aliases = (n for n in members[root] if order[n] < order[node] and n is not written)
+        if root.op == "placeholder" or any(order[user] > order[node] for n in aliases for user in n.users):
             continue
-        before = functionalize(node)
-        if before is not None:
+        new_nodes = functionalize(node)
+        if new_nodes is not None:
             # New nodes are at the write's place in the order; only later readers see the new value.
-            order |= dict.fromkeys(before, order[node])
+            order |= dict.fromkeys(new_nodes, order[node])
             written.replace_all_uses_with(node, delete_user_cb=_later_than(order, node))
     return _written_groups(graph)
 
@@ -146,14 +146,14 @@ def _written_groups(graph: fx.Graph) -> list[list[fx.Node]]:
         for value in written_arguments(node):
             written[groups[value]].append(node)
     memory_groups = []
-    for first, writers in written.items():
-        if first.op == "placeholder":  # a buffer: all that touches it runs on the stage that holds it
-            touching = {m for m in members[first] if m.op != "placeholder"}
-            touching |= {user for m in members[first] for user in m.users}
+    for root, writers in written.items():
+        if root.op == "placeholder":  # a buffer: all that touches it runs on the stage that holds it
+            touching = {m for m in members[root] if m.op != "placeholder"}
+            touching |= {user for m in members[root] for user in m.users}
             memory_groups.append(sorted((n for n in touching if n.op != "output"), key=order.__getitem__))
             continue
         # From where the memory begins to its last write; what comes later only reads.
-        last = max(order[w] for w in writers)
-        inside = {n for n in members[first] if order[n] <= last} | set(writers)
-        memory_groups.append(sorted(inside, key=order.__getitem__))
+        last_write = max(order[w] for w in writers)
+        nodes = {n for n in members[root] if order[n] <= last_write} | set(writers)
+        memory_groups.append(sorted(nodes, key=order.__getitem__))
     return memory_groups

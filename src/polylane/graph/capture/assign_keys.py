@@ -48,9 +48,9 @@ class PythonOnSlice:
         return unwrap_settings(self.target)
 
     def __call__(self, part: Any, tensors: Sequence[Tensor]) -> Any:
-        own = self.own
+        call = self.own
         with python_seeded(python_seed_of(part, self.salt)):
-            if own.random or own.normalizes:
+            if call.random or call.normalizes:
                 return self._keyed(part, tensors)
             return self.target(part, tensors)
 
@@ -113,24 +113,24 @@ def key_random_operators(graph: fx.Graph, part: fx.Node, name: Callable[[fx.Node
         Whether there was any random operator, and a sentence for each whose numbers still depend on how samples are
         divided.
     """
-    notes, found = list[str](), False
+    notes, has_random = list[str](), False
     for node in graph.nodes:
-        own = unwrap_settings(node.target)
-        if isinstance(own, LeafCall) or (isinstance(own, FunctionCall) and own.random):
+        target = unwrap_settings(node.target)
+        if isinstance(target, LeafCall) or (isinstance(target, FunctionCall) and target.random):
             node.target = PythonOnSlice(node.target, name(node))
-        elif isinstance(own, DrawnFunction):
-            node.target, found = KeyedDraw(own, name(node)), True
-            if own.tensor_positions:
-                where = format_line(own.source)
-                notes.append(f"{name(node)} draws beside a tensor, of which a part of a batch has a part alone{where}")
+        elif isinstance(target, DrawnFunction):
+            node.target, has_random = KeyedDraw(target, name(node)), True
+            if target.tensor_positions:
+                source = format_line(target.source)
+                notes.append(f"{name(node)} draws beside a tensor, of which a part of a batch has a part alone{source}")
     for node in [n for n in graph.nodes if n.op == "call_function" and is_random(n)]:
-        found = True
+        has_random = True
         reason = _key_node(node, part, salt_of(name(node)))
         if reason:
             numbers = f"the random numbers of {name(node)}"
             line = format_line(source_of(node))
             notes.append(f"{numbers} may depend on how the samples are divided: {reason}{line}")
-    return found, notes
+    return has_random, notes
 
 
 def _key_node(node: fx.Node, part: fx.Node, salt: int) -> str:
@@ -184,8 +184,8 @@ def is_random(node: fx.Node) -> bool:
     # With dropout 0 or in evaluation nothing is drawn: the operator's arguments say so.
     if base in _PROBABILITY_AT:
         schema = [argument.name for argument in target._schema.arguments]
-        given = {**dict(zip(schema, node.args, strict=False)), **node.kwargs}
-        return all(bool(given.get(key, False)) for key in _PROBABILITY_AT[base])
+        arguments = {**dict(zip(schema, node.args, strict=False)), **node.kwargs}
+        return all(bool(arguments.get(key, False)) for key in _PROBABILITY_AT[base])
     return base in _UNTAGGED or torch.Tag.nondeterministic_seeded in target.tags
 
 

@@ -78,74 +78,76 @@ class CaptureAttempt:
     notes: tuple[str, ...] = ()
 
 
-def capture_with_leaves(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool) -> CaptureAttempt:
+def capture_with_leaves(
+    model_with_loss: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool
+) -> CaptureAttempt:
     """Export, turning what cannot be captured into leaves, until the self-check holds; with one note per leaf."""
     # What draws is a leaf: where it is a function, the function alone, as long as its results can be followed.
     draws = [effect for effect in dry.effects.found if effect.function is not None]
-    found = None
+    attempt = None
     if draws and not dry.takes_gradients:
-        found = _capture_with_functions(whole, leaves, dry, abstract, draws)
-    found = found or _capture_with_functions(whole, leaves, dry, abstract)
-    assert found is not None
-    return found
+        attempt = _capture_with_functions(model_with_loss, leaves, dry, abstract, draws)
+    attempt = attempt or _capture_with_functions(model_with_loss, leaves, dry, abstract)
+    assert attempt is not None
+    return attempt
 
 
 def _capture_with_functions(
-    whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool, draws: Sequence[SideEffect] = ()
+    model_with_loss: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool, draws: Sequence[SideEffect] = ()
 ) -> CaptureAttempt | None:
     """Capture with functions that draw as nodes of their own; None if that fails, so that they have to be in leaves.
 
     Args:
-        whole: model and loss, unchanged afterwards.
+        model_with_loss: model and loss, unchanged afterwards.
         leaves: flat leaves of the example batch.
         dry: the eager run before, whose other effects make leaves of the modules that have them.
         abstract: whether the model is on the meta device, where no check against it can run.
         draws: effects of the functions that become nodes; without any the result is never None.
     """
     functions: Sequence[Any] = tuple(dict.fromkeys(effect.function for effect in draws))
-    kept = _modules_with_effects([effect for effect in dry.effects.found if effect not in draws])
+    leaf_notes = _modules_with_effects([effect for effect in dry.effects.found if effect not in draws])
     if any(isinstance(leaf, SampleList) for leaf in leaves):
-        kept = {"": "gets lists of samples, whose sizes differ from batch to batch"}
-    if "" in kept:
+        leaf_notes = {"": "gets lists of samples, whose sizes differ from batch to batch"}
+    if "" in leaf_notes:
         if abstract:
-            raise PolylaneError(f"the model cannot be captured on the meta device: it {kept['']}")
-        return _capture_opaque(whole, leaves, dry, f"it {kept['']}")
+            raise PolylaneError(f"the model cannot be captured on the meta device: it {leaf_notes['']}")
+        return _capture_opaque(model_with_loss, leaves, dry, f"it {leaf_notes['']}")
     while True:  # each round makes one more module a leaf, or a larger one; at the latest the whole model
         try:
-            draft = attempt_capture(whole, leaves, kept, functions=functions)
+            draft = attempt_capture(model_with_loss, leaves, leaf_notes, functions=functions)
         except NotCaptured as fault:
             path, why = fault.path, f"{fault.reason}{format_line(fault.line)}"
             if any(not path or is_inside(effect.path, path) for effect in draws):
                 return None
             if abstract:
                 raise PolylaneError(f"{path or 'the model'} cannot be captured on the meta device: {why}") from fault
-            if fault.data_decides and whole.tracing.answer_questions(leaves):
+            if fault.data_decides and model_with_loss.tracing.answer_questions(leaves):
                 continue
             if path is None:  # export failed after the forward, for what some module has left behind
-                path = next(iter(_find_culprits(whole, leaves, list(kept), "")), "")
+                path = next(iter(_find_culprits(model_with_loss, leaves, list(leaf_notes), "")), "")
         else:
             _attach_effects(draft, dry)
-            difference = None if abstract else run_self_check(whole, draft, leaves)
+            difference = None if abstract else run_self_check(model_with_loss, draft, leaves)
             if difference is None:
-                return replace(draft, notes=describe_leaves(whole, kept))
+                return replace(draft, notes=describe_leaves(model_with_loss, leaf_notes))
             if draws:
                 return None
-            path, why = _find_faulty_module(whole, draft, leaves, kept, difference)
-        while path and path in kept:  # already a leaf and still failing: make its parent the leaf
+            path, why = _find_faulty_module(model_with_loss, draft, leaves, leaf_notes, difference)
+        while path and path in leaf_notes:  # already a leaf and still failing: make its parent the leaf
             path = path.rpartition(".")[0]
         if not path:
-            return _capture_opaque(whole, leaves, dry, why)
+            return _capture_opaque(model_with_loss, leaves, dry, why)
         # A leaf contains its submodules: drop those that were leaves by themselves.
-        kept = {other: note for other, note in kept.items() if not other.startswith(f"{path}.")}
-        kept[path] = f"{path} is a leaf, kept whole: {why}"
+        leaf_notes = {leaf_path: note for leaf_path, note in leaf_notes.items() if not leaf_path.startswith(f"{path}.")}
+        leaf_notes[path] = f"{path} is a leaf, kept whole: {why}"
 
 
 def _modules_with_effects(effects: Sequence[SideEffect]) -> dict[str, str]:
     """Return the modules that do more than compute, and why each is a leaf; key "" for model and loss together."""
     paths = sorted({effect.path for effect in effects})
-    outermost = [p for p in paths if not any(is_inside(p, other) for other in paths if other != p)]
-    kept = {p: "; ".join(effect.describe for effect in effects if is_inside(effect.path, p)) for p in outermost}
-    return {path: f"{path} is a leaf, kept whole: it {why}" if path else why for path, why in kept.items()}
+    outermost = [p for p in paths if not any(is_inside(p, outer) for outer in paths if outer != p)]
+    reasons = {p: "; ".join(effect.describe for effect in effects if is_inside(effect.path, p)) for p in outermost}
+    return {path: f"{path} is a leaf, kept whole: it {why}" if path else why for path, why in reasons.items()}
 
 
 def _attach_effects(draft: CaptureAttempt, dry: DryRun) -> None:
@@ -156,15 +158,18 @@ def _attach_effects(draft: CaptureAttempt, dry: DryRun) -> None:
             node.target.takes_gradients = dry.takes_gradients
 
 
-def describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> tuple[str, ...]:
-    parameters = whole.named_tensors("parameters")
+def describe_leaves(model_with_loss: ModelWithLoss, leaf_notes: dict[str, str]) -> tuple[str, ...]:
+    parameters = model_with_loss.named_tensors("parameters")
     empty = ", ".join(name for name, tensor in parameters if tensor.requires_grad and not tensor.numel())
     nothing = f"nothing is trained of parameters without elements (a width of 0?): {empty}"
-    return (*kept.values(), *([nothing] if empty else []))
+    return (*leaf_notes.values(), *([nothing] if empty else []))
 
 
 def run_self_check(
-    whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequence[Any], others: Sequence[Sequence[Any]] = ()
+    model_with_loss: ModelWithLoss,
+    draft: CaptureAttempt,
+    leaves: Sequence[Any],
+    other_batches: Sequence[Sequence[Any]] = (),
 ) -> Difference | None:
     # One sample, and sizes for which export itself says that the code takes another branch.
     sizes = sorted({1, *draft.refused_sizes[:3], *draft.refused_sizes[-1:]})
@@ -174,8 +179,10 @@ def run_self_check(
         opened = None if draft.opened is None else draft.opened.sizes
         graph, constants, readings = draft.graph, draft.constants, draft.readings
         # What the user's functions draw is noted of the host's generators.
-        device = None if noted else whole.check_device
-        return self_check.first_difference(whole, graph, constants, leaves, sizes, opened, others, readings, device)
+        device = None if noted else model_with_loss.check_device
+        return self_check.first_difference(
+            model_with_loss, graph, constants, leaves, sizes, opened, other_batches, readings, device
+        )
     finally:
         unwrap_autocast(draft.graph)
         for node, target in noted.items():
@@ -187,9 +194,9 @@ def _watch_random(graph: fx.Graph) -> dict[fx.Node, FunctionCall]:
 
     def noting(function: FunctionCall) -> Any:
         def run(part: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-            before = generator_states()
+            old_states = generator_states()
             result = function(part, tensors)
-            function.random = function.random or not states_equal(before, generator_states())
+            function.random = function.random or not states_equal(old_states, generator_states())
             return result
 
         run.__module__, run.__name__ = "polylane", function.__name__
@@ -202,7 +209,7 @@ def _watch_random(graph: fx.Graph) -> dict[fx.Node, FunctionCall]:
 
 
 def attempt_capture(
-    whole: ModelWithLoss,
+    model_with_loss: ModelWithLoss,
     leaves: Sequence[Any],
     paths: Collection[str],
     dims: Collection[tuple[int, int]] = (),
@@ -210,17 +217,19 @@ def attempt_capture(
 ) -> CaptureAttempt:
     with ExitStack() as stack:  # on exit the model is restored first, then the call sites are forgotten
         stack.callback(forget_sites)
-        stack.enter_context(model_restored(whole))
+        stack.enter_context(model_restored(model_with_loss))
         if paths or functions:
-            modules = {path: whole.model.get_submodule(path) for path in paths}
-            seen = _observe_two_sizes(whole, modules, leaves, functions)
-            stack.enter_context(leaves_kept(modules, [(n, calls) for n, (calls, _) in seen], whole.tracing))
-            stack.enter_context(functions_drawn(functions, [(n, results) for n, (_, results) in seen], whole.tracing))
-        program = export(whole, leaves, dims)
+            modules = {path: model_with_loss.model.get_submodule(path) for path in paths}
+            runs = _observe_two_sizes(model_with_loss, modules, leaves, functions)
+            stack.enter_context(leaves_kept(modules, [(n, calls) for n, (calls, _) in runs], model_with_loss.tracing))
+            stack.enter_context(
+                functions_drawn(functions, [(n, results) for n, (_, results) in runs], model_with_loss.tracing)
+            )
+        program = export(model_with_loss, leaves, dims)
         graph, constants = rewrite.copy_with_roles(program)
         part = rewrite.add_slice_input(graph)
         rewrite.inline_sites(graph, part)
-        hide_values(graph, whole.carried.values())
+        hide_values(graph, model_with_loss.carried.values())
     # The checks that export inserted say for which sizes the code holds; read them before they are dropped.
     opened = find_open_sizes(program, graph, leaves) if dims else None
     symbols, nominal = ((), {}) if opened is None else (opened.symbols, opened.nominal)
@@ -229,38 +238,41 @@ def attempt_capture(
     rewrite.drop_assertions(graph)
     refuse_unfit_operators(graph)
     compute_sizes_locally(graph, part, symbols, () if opened is None else opened.sizes.nominal)
-    rewrite.merge_tied(graph, whole.tied)
+    rewrite.merge_tied(graph, model_with_loss.tied)
     copy_what_is_read(graph)
     memory_groups = functionalize_writes(graph)
     relax_views(graph, {node for group in memory_groups for node in group})
     if expand_gradients(graph, constants, memory_groups):
         compute_sizes_locally(graph, part, symbols, () if opened is None else opened.sizes.nominal)
-    repeat_moves(graph, whole, leaves)
+    repeat_moves(graph, model_with_loss, leaves)
     graph.lint()
-    asked = whole.tracing.readings
-    return CaptureAttempt(graph, constants, memory_groups, refused, lowest == highest, opened=opened, readings=asked)
+    readings = model_with_loss.tracing.readings
+    return CaptureAttempt(graph, constants, memory_groups, refused, lowest == highest, opened=opened, readings=readings)
 
 
 _Observed = tuple[ObservedCalls, ObservedResults]
 
 
 def _observe_two_sizes(
-    whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any], functions: Sequence[FunctionType]
+    model_with_loss: ModelWithLoss,
+    modules: dict[str, nn.Module],
+    leaves: Sequence[Any],
+    functions: Sequence[FunctionType],
 ) -> list[tuple[int, _Observed]]:
     """Return two batch sizes, each with what is called at that size; one size twice if no other works."""
-    one = take_first_samples(leaves, self_check.FEW)  # small sizes first: they are cheaper
-    samples = sample_count(one)
-    other = self_check.other_batch(one) if samples > 2 else self_check.resize_batch(one, 2 * samples)
-    seen: dict[int, _Observed] = {}
-    for batch in (one, other, leaves, self_check.other_batch(leaves)):
-        if len(seen) < 2 and sample_count(batch) not in seen:
+    subset = take_first_samples(leaves, self_check.FEW)  # small sizes first: they are cheaper
+    samples = sample_count(subset)
+    other_batch = self_check.other_batch(subset) if samples > 2 else self_check.resize_batch(subset, 2 * samples)
+    runs: dict[int, _Observed] = {}
+    for batch in (subset, other_batch, leaves, self_check.other_batch(leaves)):
+        if len(runs) < 2 and sample_count(batch) not in runs:
             with suppress(NotCaptured):
-                seen[sample_count(batch)] = _observe_once(whole, modules, batch, functions)
-    return (list(seen.items()) * 2)[:2]
+                runs[sample_count(batch)] = _observe_once(model_with_loss, modules, batch, functions)
+    return (list(runs.items()) * 2)[:2]
 
 
 def _observe_once(
-    whole: ModelWithLoss,
+    model_with_loss: ModelWithLoss,
     modules: dict[str, nn.Module],
     leaves: Sequence[Any],
     functions: Sequence[FunctionType] = (),
@@ -268,19 +280,23 @@ def _observe_once(
     calls: ObservedCalls = {}
 
     def run() -> None:
-        calls.update(observe_calls(modules, lambda: whole(*leaves), needed))
+        calls.update(observe_calls(modules, lambda: model_with_loss(*leaves), needed))
 
     try:  # with gradients where it needs them: a tensor without any refuses hooks
-        needed = not self_check.runs_without_gradients(whole, leaves)
-        with model_restored(whole):
+        needed = not self_check.runs_without_gradients(model_with_loss, leaves)
+        with model_restored(model_with_loss):
             results = observe_functions(functions, run)
     except Exception as error:
-        raise NotCaptured.of(whole, error) from error
+        raise NotCaptured.of(model_with_loss, error) from error
     return calls, results
 
 
 def _find_faulty_module(
-    whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequence[Any], kept: dict[str, str], difference: Difference
+    model_with_loss: ModelWithLoss,
+    draft: CaptureAttempt,
+    leaves: Sequence[Any],
+    leaf_notes: dict[str, str],
+    difference: Difference,
 ) -> tuple[str, str]:
     """Return the path of the module to keep whole, and why."""
     why = f"captured, {difference.what} came out different"
@@ -294,62 +310,66 @@ def _find_faulty_module(
     elif draft.refused_sizes:
         why = f"what it computes depends on the number of samples, and {difference.what} came out different with some"
     path = (difference.buffer or "").rpartition(".")[0]
-    if not path or path in kept:
-        path = next(iter(_find_culprits(whole, leaves, list(kept), "")), "")
-    line = source_line_of(type(whole.model.get_submodule(path)).forward) if path else ""
+    if not path or path in leaf_notes:
+        path = next(iter(_find_culprits(model_with_loss, leaves, list(leaf_notes), "")), "")
+    line = source_line_of(type(model_with_loss.model.get_submodule(path)).forward) if path else ""
     return path, f"{why}{format_line(line)}"
 
 
-def _passes_self_check(whole: ModelWithLoss, leaves: Sequence[Any], paths: Sequence[str]) -> bool:
+def _passes_self_check(model_with_loss: ModelWithLoss, leaves: Sequence[Any], paths: Sequence[str]) -> bool:
     if not paths:
         return False
     try:
-        return run_self_check(whole, attempt_capture(whole, leaves, paths), leaves) is None
+        return run_self_check(model_with_loss, attempt_capture(model_with_loss, leaves, paths), leaves) is None
     except NotCaptured:
         return False
 
 
-def _find_culprits(whole: ModelWithLoss, leaves: Sequence[Any], kept: list[str], prefix: str) -> list[str]:
+def _find_culprits(model_with_loss: ModelWithLoss, leaves: Sequence[Any], paths: list[str], prefix: str) -> list[str]:
     """Return the innermost modules within ``prefix`` that must be leaves for the self-check; [prefix] if it is one."""
-    children = [path for path in _called_children(whole, leaves, prefix) if path not in kept]
-    if not children or not _passes_self_check(whole, leaves, [*kept, *children]):
+    children = [path for path in _called_children(model_with_loss, leaves, prefix) if path not in paths]
+    if not children or not _passes_self_check(model_with_loss, leaves, [*paths, *children]):
         return [prefix]
-    needed = _minimize_leaves(whole, leaves, kept, children)
-    found: list[str] = []
+    needed = _minimize_leaves(model_with_loss, leaves, paths, children)
+    result: list[str] = []
     for path in needed:
-        found += _find_culprits(whole, leaves, [*kept, *(other for other in needed if other != path)], path)
-    return found
+        result += _find_culprits(model_with_loss, leaves, [*paths, *(child for child in needed if child != path)], path)
+    return result
 
 
-def _minimize_leaves(whole: ModelWithLoss, leaves: Sequence[Any], kept: list[str], candidates: list[str]) -> list[str]:
+def _minimize_leaves(
+    model_with_loss: ModelWithLoss, leaves: Sequence[Any], paths: list[str], candidates: list[str]
+) -> list[str]:
     """Return a minimal subset of ``candidates`` that is needed as leaves (delta debugging, Zeller)."""
     if len(candidates) == 1:
         return candidates
     half = len(candidates) // 2
     first, second = candidates[:half], candidates[half:]
     for part in (first, second):
-        if _passes_self_check(whole, leaves, [*kept, *part]):
-            return _minimize_leaves(whole, leaves, kept, part)
-    needed = _minimize_leaves(whole, leaves, [*kept, *second], first)  # neither half suffices alone
-    return needed + _minimize_leaves(whole, leaves, [*kept, *needed], second)
+        if _passes_self_check(model_with_loss, leaves, [*paths, *part]):
+            return _minimize_leaves(model_with_loss, leaves, paths, part)
+    needed = _minimize_leaves(model_with_loss, leaves, [*paths, *second], first)  # neither half suffices alone
+    return needed + _minimize_leaves(model_with_loss, leaves, [*paths, *needed], second)
 
 
-def _called_children(whole: ModelWithLoss, leaves: Sequence[Any], prefix: str) -> list[str]:
+def _called_children(model_with_loss: ModelWithLoss, leaves: Sequence[Any], prefix: str) -> list[str]:
     """Return the nearest modules within ``prefix`` that are called in a run; a ModuleList, say, is not called."""
-    inside = {
-        path: m for path, m in whole.model.named_modules() if path and path.startswith(f"{prefix}." if prefix else "")
+    modules = {
+        path: m
+        for path, m in model_with_loss.model.named_modules()
+        if path and path.startswith(f"{prefix}." if prefix else "")
     }
-    called = [path for path, calls in _observe_once(whole, inside, leaves)[0].items() if calls]
-    return [path for path in called if not any(path.startswith(f"{other}.") for other in called)]
+    called = [path for path, calls in _observe_once(model_with_loss, modules, leaves)[0].items() if calls]
+    return [path for path in called if not any(path.startswith(f"{outer}.") for outer in called)]
 
 
-def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, why: str) -> CaptureAttempt:
+def _capture_opaque(model_with_loss: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, why: str) -> CaptureAttempt:
     """Return model and loss as one leaf: the user's Python runs on every worker."""
-    whole.tracing.tape = None  # it draws its own numbers
-    call = opaque_call(whole, leaves, dry.results, dry)
-    call.source, call.effects = source_line_of(whole.loss_function), dry.effects.found
+    model_with_loss.tracing.tape = None  # it draws its own numbers
+    call = opaque_call(model_with_loss, leaves, dry.results, dry)
+    call.source, call.effects = source_line_of(model_with_loss.loss_function), dry.effects.found
     call.takes_gradients = dry.takes_gradients
-    graph, inputs, tied, opened = fx.Graph(), list[fx.Node](), whole.tied, symbolic_inputs(leaves)
+    graph, inputs, tied, opened = fx.Graph(), list[fx.Node](), model_with_loss.tied, symbolic_inputs(leaves)
     part = rewrite.add_slice_input(graph)
 
     def add_input(name: str, role: tuple[str, Any], val: Tensor) -> None:
@@ -358,7 +378,7 @@ def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, wh
 
     # Placeholders in the order in which LeafCall takes its tensors: parameters, buffers, then tensors of the batch.
     for kind in ("parameter", "buffer"):
-        for name, tensor in whole.named_tensors(f"{kind}s"):
+        for name, tensor in model_with_loss.named_tensors(f"{kind}s"):
             if name not in tied:
                 add_input(f"{kind[0]}_{name.replace('.', '_')}", (kind, name), tensor.detach().to("meta"))
     for i in call.tensor_positions:

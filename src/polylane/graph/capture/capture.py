@@ -39,7 +39,7 @@ def capture(
     trainable: Collection[str] | None = None,
     training: bool = True,
     in_float64: bool = False,
-    which: str = "the example batch",
+    batch_name: str = "the example batch",
     effects: SideEffects | None = None,
     opening: Opening | None = None,
     asks: bool = False,
@@ -55,7 +55,7 @@ def capture(
         trainable: names of the parameters to differentiate; default: all that require a gradient.
         training: capture the training or the evaluation mode.
         in_float64: let casts to a lower floating type inside keep float64; ``model`` and ``batch`` are float64 already.
-        which: name of the batch in error messages.
+        batch_name: name of the batch in error messages.
         effects: effects seen in another mode of the same model: a module that keeps state there is a leaf here, too.
         opening: sizes other than the number of samples that are to be left open; default: none.
         asks: whether it is known that the loss asks about values of its batch (see questions/readings.py).
@@ -66,29 +66,31 @@ def capture(
         NotOpened: the sizes of ``opening`` cannot be left open.
         PolylaneError: the loss itself fails, or does not return a loss.
     """
-    whole, leaves, abstract = _combine(model, loss, batch, draws)
-    whole.check_device = check_device
+    model_with_loss, leaves, abstract = _combine(model, loss, batch, draws)
+    model_with_loss.check_device = check_device
     literals = LiteralRecorder()
-    with _in_mode(whole, training):
+    with _in_mode(model_with_loss, training):
         if in_float64:  # the user's code runs in its own precision; the graph is promoted afterwards
             leaves = cast_leaves(leaves, torch.float32)
-        with cast_module(whole, torch.float32) if in_float64 else nullcontext():
+        with cast_module(model_with_loss, torch.float32) if in_float64 else nullcontext():
             with literals if in_float64 else nullcontext():
-                dry = dry_run(whole, leaves, abstract, which)
+                dry = dry_run(model_with_loss, leaves, abstract, batch_name)
             if asks:
-                whole.tracing.answer_questions(leaves)
+                model_with_loss.tracing.answer_questions(leaves)
             dry = dry if effects is None else replace(dry, effects=dry.effects.merged_with(effects))
-            whole.carried = find_carried_leaves(whole, leaves, batch, dry.effects.functions_run)
+            model_with_loss.carried = find_carried_leaves(model_with_loss, leaves, batch, dry.effects.functions_run)
             if opening is None:
-                draft = capture_with_leaves(whole, leaves, dry, abstract)
+                draft = capture_with_leaves(model_with_loss, leaves, dry, abstract)
             else:
-                draft = capture_opened(whole, leaves, dry, abstract, _in_float32(opening) if in_float64 else opening)
+                draft = capture_opened(
+                    model_with_loss, leaves, dry, abstract, _in_float32(opening) if in_float64 else opening
+                )
         # Names before rewriting: keys and plans refer to the names of the operators that the user wrote.
         rewrite.drop_dead_nodes(draft.graph)
         label_nodes(draft.graph)
         if in_float64:
             promote_to_float64(draft.graph, draft.constants, literals)
-        return _finish_graph(whole, leaves, dry, draft, trainable)
+        return _finish_graph(model_with_loss, leaves, dry, draft, trainable)
 
 
 def refuse_failing_loss(model: nn.Module, loss: Loss, batch: Any) -> None:
@@ -103,9 +105,9 @@ def refuse_failing_loss(model: nn.Module, loss: Loss, batch: Any) -> None:
     Raises:
         PolylaneError: the loss fails, or does not return a loss.
     """
-    whole, leaves, abstract = _combine(model, loss, batch)
-    with _in_mode(whole, True):
-        run_forward(whole, leaves, abstract)
+    model_with_loss, leaves, abstract = _combine(model, loss, batch)
+    with _in_mode(model_with_loss, True):
+        run_forward(model_with_loss, leaves, abstract)
 
 
 def _combine(
@@ -124,20 +126,24 @@ def _combine(
 
 
 @contextmanager
-def _in_mode(whole: ModelWithLoss, training: bool) -> Iterator[None]:
+def _in_mode(model_with_loss: ModelWithLoss, training: bool) -> Iterator[None]:
     """Context manager: set train or eval mode inside, and restore the whole model afterwards.
 
     Modules that the user froze in eval mode inside a training model stay so.
     """
-    with model_restored(whole):
-        whole.training = training
-        if whole.model.training != training:
-            whole.model.train(training)
+    with model_restored(model_with_loss):
+        model_with_loss.training = training
+        if model_with_loss.model.training != training:
+            model_with_loss.model.train(training)
         yield
 
 
 def _finish_graph(
-    whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, draft: CaptureAttempt, trainable: Collection[str] | None
+    model_with_loss: ModelWithLoss,
+    leaves: Sequence[Any],
+    dry: DryRun,
+    draft: CaptureAttempt,
+    trainable: Collection[str] | None,
 ) -> Graph:
     graph = draft.graph
     # The first placeholder is the sample slice, see add_slice_input.
@@ -147,19 +153,19 @@ def _finish_graph(
     wrap_autocast(graph)
     graph.lint()
     results: Any = graph.output_node().args[0]
-    info = _tensor_infos(whole, "parameters")
+    info = _tensor_infos(model_with_loss, "parameters")
     if trainable is not None:
-        info = {name: replace(each, trainable=name in trainable) for name, each in info.items()}
+        info = {name: replace(tensor_info, trainable=name in trainable) for name, tensor_info in info.items()}
     nodes, uncut = _describe_graph(graph, draft.shared_memory_groups, {name for name, i in info.items() if i.trainable})
     # An opaque part may read more in a later step.
-    carried = frozenset[int]() if any(node.op == "leaf" for node in nodes) else frozenset(whole.carried)
+    carried = frozenset[int]() if any(node.op == "leaf" for node in nodes) else frozenset(model_with_loss.carried)
     random = random or any(reading.is_drawn for reading in draft.readings)
     code = _make_code(draft, len(leaves), random, statistics, dry.effects)
     return Graph(
         nodes=nodes,
         parameters=info,
-        tied=whole.tied,
-        buffers=_tensor_infos(whole, "buffers"),
+        tied=model_with_loss.tied,
+        buffers=_tensor_infos(model_with_loss, "buffers"),
         samples=sample_count(leaves),
         unsplittable_ranges=uncut,
         notes=(*draft.notes, *keyless),
@@ -177,7 +183,7 @@ def _make_code(draft: CaptureAttempt, leaves: int, random: bool, statistics: boo
 
 
 def _in_float32(opening: Opening) -> Opening:
-    return replace(opening, others=tuple(cast_leaves(each, torch.float32) for each in opening.others))
+    return replace(opening, others=tuple(cast_leaves(leaves, torch.float32) for leaves in opening.others))
 
 
 def _describe_graph(
@@ -197,11 +203,11 @@ def _describe_graph(
     return nodes, tuple(sorted({(min(span), max(span)) for span in spans if len(span) > 1}))
 
 
-def _tensor_infos(whole: ModelWithLoss, what: str) -> dict[str, TensorInfo]:
+def _tensor_infos(model_with_loss: ModelWithLoss, kind: str) -> dict[str, TensorInfo]:
     """Describe all "parameters" or "buffers", each tied one once, under its first name."""
-    tied = whole.tied
+    tied = model_with_loss.tied
     return {
         name: TensorInfo(tuple(t.shape), DTYPE_NAMES[t.dtype], t.numel() * t.element_size(), bool(t.requires_grad))
-        for name, t in whole.named_tensors(what)
+        for name, t in model_with_loss.named_tensors(kind)
         if name not in tied
     }

@@ -50,11 +50,13 @@ class _StandInWatch(RunWatch):
         super()._on_event(frame, event, function)
 
 
-def find_carried_leaves(whole: ModelWithLoss, leaves: Sequence[Any], batch: Any, ran: frozenset[Any]) -> dict[int, Any]:
+def find_carried_leaves(
+    model_with_loss: ModelWithLoss, leaves: Sequence[Any], batch: Any, ran: frozenset[Any]
+) -> dict[int, Any]:
     """Return the leaves that are no tensors and whose values the loss does not read, by position.
 
     Args:
-        whole: model and loss, in the mode that is captured; unchanged afterwards.
+        model_with_loss: model and loss, in the mode that is captured; unchanged afterwards.
         leaves: flat leaves of the batch.
         batch: the batch itself, whose nesting counts: leaves of one list or mapping are read together.
         ran: code of the functions that ran on the batch itself.
@@ -64,27 +66,27 @@ def find_carried_leaves(whole: ModelWithLoss, leaves: Sequence[Any], batch: Any,
         return {}
     groups = [name.rpartition("[")[0] for name in leaf_names(batch_structure(batch))]
     for _ in range(ROUNDS):
-        read = _find_read(whole, leaves, plain, ran)
+        read = _find_read(model_with_loss, leaves, plain, ran)
         if not read:
             return {i: leaves[i] for i in plain}
-        plain -= {i for i in plain if groups[i] in {groups[each] for each in read}}
+        plain -= {i for i in plain if groups[i] in {groups[position] for position in read}}
         if not plain:
             break
     return {}
 
 
-def _find_read(whole: ModelWithLoss, leaves: Sequence[Any], plain: set[int], ran: frozenset[Any]) -> set[int]:
+def _find_read(model_with_loss: ModelWithLoss, leaves: Sequence[Any], plain: set[int], ran: frozenset[Any]) -> set[int]:
     """Run the loss with stand-ins; return those that were used, or all of them if the run is another one with them."""
     read = set[int]()
-    own = [_stand_in(leaf, i, read) if i in plain else leaf for i, leaf in enumerate(clone_leaves(leaves))]
-    watch, mean = _StandInWatch({}, whole.model), whole.mean
-    with model_restored(whole), torch.enable_grad(), watch.profiling():
+    inputs = [_stand_in(leaf, i, read) if i in plain else leaf for i, leaf in enumerate(clone_leaves(leaves))]
+    watch, mean = _StandInWatch({}, model_with_loss.model), model_with_loss.mean
+    with model_restored(model_with_loss), torch.enable_grad(), watch.profiling():
         try:
-            whole(*own)
+            model_with_loss(*inputs)
         except Exception:  # of a stand-in, or of a function in C that was given one
             return read or plain
         finally:
-            whole.mean = mean
+            model_with_loss.mean = mean
     if watch.caught:
         return read or plain
     functions = {code for code in watch.ran if is_project_file(code.co_filename)}
@@ -95,8 +97,8 @@ def _find_read(whole: ModelWithLoss, leaves: Sequence[Any], plain: set[int], ran
 
 
 def _asks_type(code: types.CodeType) -> bool:
-    loads = (each for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return any(each.argval == "type" for each in loads)
+    loads = (step for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return any(step.argval == "type" for step in loads)
 
 
 def _stand_in(value: Any, position: int, read: set[int]) -> Any:

@@ -120,10 +120,10 @@ def _find_fed_by_parameters(
         flows: dict[fx.Node, bool] = {}
         for node in graph.nodes:
             flows[node] = _has_gradient(node, flows, trainable, group_of.get(node, -1) in flowing)
-        found = {group_of[node] for node, flow in flows.items() if flow and node in group_of}
-        if found <= flowing:
+        reached_groups = {group_of[node] for node, flow in flows.items() if flow and node in group_of}
+        if reached_groups <= flowing:
             return flows
-        flowing |= found
+        flowing |= reached_groups
 
 
 def _find_read_by_loss(
@@ -135,15 +135,15 @@ def _find_read_by_loss(
     statistics for example, and its parameters have no gradient.
     """
     groups = {node: group for group in memory_groups for node in group}
-    found = set[fx.Node]()
+    read_nodes = set[fx.Node]()
     waiting = list(graph.output_node().all_input_nodes)
     while waiting:
         node = waiting.pop()
-        if node in found or not fed[node]:
+        if node in read_nodes or not fed[node]:
             continue
-        found.add(node)
+        read_nodes.add(node)
         waiting += [*node.all_input_nodes, *groups.get(node, ())]
-    return found
+    return read_nodes
 
 
 def _has_gradient(node: fx.Node, flows: dict[fx.Node, bool], trainable: set[str], written: bool) -> bool:
@@ -164,8 +164,8 @@ def recomputable_nodes(graph: fx.Graph, written: set[fx.Node]) -> set[fx.Node]:
             if role in ("constant", "part") or (role == "buffer" and node not in written):
                 free.add(node)
             continue
-        own = node.op == "call_function" and node not in written and _is_repeatable(unwrap_settings(node.target))
-        if own and all(n in free for n in node.all_input_nodes):
+        is_free = node.op == "call_function" and node not in written and _is_repeatable(unwrap_settings(node.target))
+        if is_free and all(n in free for n in node.all_input_nodes):
             free.add(node)
     return free
 
@@ -173,8 +173,8 @@ def recomputable_nodes(graph: fx.Graph, written: set[fx.Node]) -> set[fx.Node]:
 def _is_repeatable(target: Any) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded not in target.tags
-    own = getattr(target, "__module__", "").startswith("polylane")
-    return isinstance(target, SymbolicSize) or not own  # operator.getitem, torch.sym_not and their like
+    is_internal = getattr(target, "__module__", "").startswith("polylane")
+    return isinstance(target, SymbolicSize) or not is_internal  # operator.getitem, torch.sym_not and their like
 
 
 def describe_nodes(graph: fx.Graph, flows: dict[fx.Node, bool], free: set[fx.Node]) -> tuple[Node, ...]:

@@ -54,44 +54,50 @@ class DryRun:
     takes_gradients: bool = False
 
 
-def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: str = "the example batch") -> DryRun:
+def dry_run(
+    model_with_loss: ModelWithLoss, leaves: Sequence[Any], abstract: bool, batch_name: str = "the example batch"
+) -> DryRun:
     """Run the loss once, eagerly. A loss that fails by itself is the user's error, not a limit of capture.
 
     Raises:
         BadLoss: the result is no loss; in training, it has no gradient; or the loss calls backward().
         PolylaneError: the run raises any other error.
     """
-    before, drawn, tensors = generator_states(), False, snapshot_tensors(whole)
-    parameters, written, moved = dict(whole.named_tensors("parameters")), set[str](), set[str]()
+    old_states, drawn, tensors = generator_states(), False, snapshot_tensors(model_with_loss)
+    parameters, written, moved = dict(model_with_loss.named_tensors("parameters")), set[str](), set[str]()
 
-    def run(given: Sequence[Any] = leaves) -> tuple[Tensor, ...]:
+    def run(inputs: Sequence[Any] = leaves) -> tuple[Tensor, ...]:
         nonlocal drawn
         marks = {name: _mark_written(parameter) for name, parameter in parameters.items()}
-        tables = [(path, module, dict(module._parameters)) for path, module in whole.named_modules()]
-        result: tuple[Tensor, ...] = whole(*clone_leaves(given))
-        drawn = drawn or not states_equal(before, generator_states())
-        _refuse_replaced(whole, tables)
+        tables = [(path, module, dict(module._parameters)) for path, module in model_with_loss.named_modules()]
+        result: tuple[Tensor, ...] = model_with_loss(*clone_leaves(inputs))
+        drawn = drawn or not states_equal(old_states, generator_states())
+        _refuse_replaced(model_with_loss, tables)
         for name, parameter in parameters.items():
             if (mark := _mark_written(parameter)) != marks[name]:
                 written.add(name)
                 moved.update([name] if mark[0] != marks[name][0] else [])
         return result
 
-    with model_restored(whole), _errors_told(whole, leaves, abstract, which):
-        with torch.enable_grad(), NormalizationWatch() as normalizing, watch_backward() as taken:
+    with model_restored(model_with_loss), _errors_told(model_with_loss, leaves, abstract, batch_name):
+        with torch.enable_grad(), NormalizationWatch() as normalizing, watch_backward() as backward_calls:
             results, effects = find_side_effects(
-                whole.model, whole.given_loss, run, tensors, None if abstract else lambda: run(_repeat_first(leaves))
+                model_with_loss.model,
+                model_with_loss.given_loss,
+                run,
+                tensors,
+                None if abstract else lambda: run(_repeat_first(leaves)),
             )
             effects = replace(effects, written_parameters=frozenset(written), moved_parameters=frozenset(moved))
-        if any(taken):
+        if any(backward_calls):
             raise BadLoss(
                 "loss(model, batch) calls backward() itself, and its result is differentiated once more: leave "
                 "that out, and return the loss (torch.autograd.grad may be used inside)"
             )
-        if whole.training:
-            _refuse_without_gradient(whole, results[0])
-        values = tuple(each.detach() for each in results)
-        return DryRun(values, drawn, normalizing.values, whole.mean, effects, bool(taken))
+        if model_with_loss.training:
+            _refuse_without_gradient(model_with_loss, results[0])
+        values = tuple(result.detach() for result in results)
+        return DryRun(values, drawn, normalizing.values, model_with_loss.mean, effects, bool(backward_calls))
 
 
 def _repeat_first(leaves: Sequence[Any]) -> list[Any]:
@@ -100,18 +106,22 @@ def _repeat_first(leaves: Sequence[Any]) -> list[Any]:
     return [leaf[[0] * samples] if is_sampled(leaf, samples) else leaf for leaf in leaves]
 
 
-def _refuse_replaced(whole: ModelWithLoss, tables: Sequence[tuple[str, nn.Module, dict[str, Any]]]) -> None:
+def _refuse_replaced(model_with_loss: ModelWithLoss, tables: Sequence[tuple[str, nn.Module, dict[str, Any]]]) -> None:
     """Raise PolylaneError if a run has put another parameter in the place of one, or into a module."""
-    for path, module, before in tables:
-        for key, now in module._parameters.items():
-            if now is not before.get(key) and (now is not None or before.get(key) is not None):
+    for path, module, table in tables:
+        for key, parameter in module._parameters.items():
+            if parameter is not table.get(key) and (parameter is not None or table.get(key) is not None):
                 name = f"{path}.{key}".removeprefix("model.").removeprefix(".")
-                known = {id(tensor): other for other, tensor in whole.named_tensors("parameters") if other != name}
-                of = f"the parameter {known[id(now)]}" if id(now) in known else "another parameter"
+                names = {
+                    id(tensor): other_name
+                    for other_name, tensor in model_with_loss.named_tensors("parameters")
+                    if other_name != name
+                }
+                of = f"the parameter {names[id(parameter)]}" if id(parameter) in names else "another parameter"
                 # The user's own forward around it: the module itself may be one of torch's.
-                around = [type(outer).forward for at, outer, _ in reversed(tables) if at != "" and is_inside(path, at)]
-                lines = [source_line_of(each) for each in (*around, whole.loss_function)]
-                line = next((each for each in lines if is_project_file(each.rpartition(":")[0])), "")
+                methods = [type(outer).forward for at, outer, _ in reversed(tables) if at != "" and is_inside(path, at)]
+                lines = [source_line_of(function) for function in (*methods, model_with_loss.loss_function)]
+                line = next((candidate for candidate in lines if is_project_file(candidate.rpartition(":")[0])), "")
                 raise PolylaneError(
                     f"the loss puts {of} in the place of {name} while it runs{format_line(line)}, which the optimizer "
                     "was not given under that name: assign it before, where the model is built"
@@ -128,33 +138,41 @@ def _mark_written(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor._version, sums
 
 
-def run_forward(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: str = "the example batch") -> None:
+def run_forward(
+    model_with_loss: ModelWithLoss, leaves: Sequence[Any], abstract: bool, batch_name: str = "the example batch"
+) -> None:
     """Run the loss once and look at nothing else; what fails is told as :func:`dry_run` tells it.
 
     Args:
-        whole: model and loss, restored afterwards.
+        model_with_loss: model and loss, restored afterwards.
         leaves: flat leaves of the batch.
         abstract: whether the model is on the meta device.
-        which: name of the batch in the message.
+        batch_name: name of the batch in the message.
 
     Raises:
         PolylaneError: the run raises an error, or its result is no loss.
     """
-    with model_restored(whole), _errors_told(whole, leaves, abstract, which), torch.enable_grad():
-        whole(*clone_leaves(leaves))
+    with (
+        model_restored(model_with_loss),
+        _errors_told(model_with_loss, leaves, abstract, batch_name),
+        torch.enable_grad(),
+    ):
+        model_with_loss(*clone_leaves(leaves))
 
 
 @contextmanager
-def _errors_told(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: str) -> Iterator[None]:
+def _errors_told(
+    model_with_loss: ModelWithLoss, leaves: Sequence[Any], abstract: bool, batch_name: str
+) -> Iterator[None]:
     """Context manager: turn an exception of the user's model or loss into one sentence with their line."""
     try:
         yield
     except BadLoss as error:
-        raise BadLoss(f"{error}{format_line(source_line_of(whole.loss_function))}") from None
+        raise BadLoss(f"{error}{format_line(source_line_of(model_with_loss.loss_function))}") from None
     except PolylaneError:
         raise
     except Exception as error:
-        fault = NotCaptured.of(whole, error)
+        fault = NotCaptured.of(model_with_loss, error)
         if abstract and any(words in read_text(error) for words in _TWO_DEVICES):
             raise PolylaneError(
                 f"{fault.path or 'loss(model, batch)'} joins tensors of two devices{format_line(fault.line)}, and "
@@ -167,18 +185,18 @@ def _errors_told(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, wh
                 "predictions are made without data: keep the sizes, as torch.where or a product with the mask "
                 "does, or leave plan and simulate out and give train a plan of your own"
             ) from error
-        where = f"{'on the meta device ' if abstract else ''}on {which}{f' in {fault.path}' if fault.path else ''}"
+        scope = f"{'on the meta device ' if abstract else ''}on {batch_name}{f' in {fault.path}' if fault.path else ''}"
         raise PolylaneError(
-            f"loss(model, batch) fails {where}: {reason_of(error)}{format_line(fault.line)}"
-            f"{describe_failing_batch(whole, leaves)}"
+            f"loss(model, batch) fails {scope}: {reason_of(error)}{format_line(fault.line)}"
+            f"{describe_failing_batch(model_with_loss, leaves)}"
         ) from error
 
 
-def _refuse_without_gradient(whole: ModelWithLoss, loss: Tensor) -> None:
+def _refuse_without_gradient(model_with_loss: ModelWithLoss, loss: Tensor) -> None:
     """Raise BadLoss if no parameter would be trained; plain PyTorch's backward() raises then, too."""
     if loss.requires_grad:
         return
-    if not any(parameter.requires_grad for parameter in whole.parameters()):
+    if not any(parameter.requires_grad for parameter in model_with_loss.parameters()):
         raise BadLoss("no parameter of the model requires a gradient, so that there is nothing to train: unfreeze some")
     raise BadLoss(
         "the loss does not depend on any parameter that requires a gradient, so that nothing would be trained: return "

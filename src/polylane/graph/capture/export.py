@@ -68,11 +68,11 @@ class ModelWithLoss(nn.Module):
         self.tracing.calls.clear()
         _share_sample_count(leaves, self.tracing.sampled)
         exporting = torch.compiler.is_exporting()
-        given = [self.carried.get(i, leaf) for i, leaf in enumerate(leaves)] if exporting else leaves
+        inputs = [self.carried.get(i, leaf) for i, leaf in enumerate(leaves)] if exporting else leaves
         absent = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
         eagerly = AbsentValues() if absent else self.tracing.drawn_alike()
         with compiler_off(), self._exporting(leaves) if exporting else eagerly:
-            result = self.given_loss(self.model, self.rebuild(given))
+            result = self.given_loss(self.model, self.rebuild(inputs))
         self.mean = not isinstance(result, Mean)
         if isinstance(result, Mean):
             total, count = result.total, result.count
@@ -111,17 +111,17 @@ class ModelWithLoss(nn.Module):
     @property
     def tied(self) -> dict[str, str]:
         """Second and later names of a tensor -> its first name."""
-        first: dict[int, str] = {}
+        first_names: dict[int, str] = {}
         tied = {}
         for name, tensor in self.named_tensors("parameters") + self.named_tensors("buffers"):
-            if first.setdefault(id(tensor), name) != name:
-                tied[name] = first[id(tensor)]
+            if first_names.setdefault(id(tensor), name) != name:
+                tied[name] = first_names[id(tensor)]
         return tied
 
-    def named_tensors(self, what: str) -> list[tuple[str, Tensor]]:
+    def named_tensors(self, kind: str) -> list[tuple[str, Tensor]]:
         """Return all "parameters" or "buffers" by the user's names; those of a loss module begin with "loss"."""
-        every: Callable[..., Any] = getattr(self, f"named_{what}")
-        return [(name.removeprefix("model."), tensor) for name, tensor in every(remove_duplicate=False)]
+        method: Callable[..., Any] = getattr(self, f"named_{kind}")
+        return [(name.removeprefix("model."), tensor) for name, tensor in method(remove_duplicate=False)]
 
 
 def _share_sample_count(leaves: Sequence[Any], sampled: Sequence[int]) -> None:
@@ -134,23 +134,23 @@ def _share_sample_count(leaves: Sequence[Any], sampled: Sequence[int]) -> None:
         leaves: flat leaves under export, whose lengths are symbolic.
         sampled: indices of the leaves that are divided with the samples.
     """
-    for one, other in itertools.pairwise(sampled):
+    for index, next_index in itertools.pairwise(sampled):
         # The comparison itself is what export notes; a loss on leaves of other lengths is not this one.
-        assert leaves[one].shape[0] == leaves[other].shape[0]
+        assert leaves[index].shape[0] == leaves[next_index].shape[0]
 
 
 class BadLoss(PolylaneError):
     """The loss returns something else than a loss."""
 
 
-def _refuse_complex(loss: Tensor, what: str) -> None:
+def _refuse_complex(loss: Tensor, subject: str) -> None:
     """Check that a loss is real: complex numbers have no order, so that none is the smallest.
 
     Raises:
         BadLoss: the loss is a complex number.
     """
     if loss.is_complex():
-        raise BadLoss(f"{what} a real number, not a complex one ({loss.dtype}): take .abs() or .real of it")
+        raise BadLoss(f"{subject} a real number, not a complex one ({loss.dtype}): take .abs() or .real of it")
 
 
 class NotCaptured(Exception):
@@ -168,13 +168,13 @@ class NotCaptured(Exception):
         self.path, self.line, self.reason, self.data_decides = path, line, reason, data_decides
 
     @classmethod
-    def of(cls, whole: ModelWithLoss, error: BaseException) -> NotCaptured:
+    def of(cls, model_with_loss: ModelWithLoss, error: BaseException) -> NotCaptured:
         """Return where ``error`` arose: the innermost module, and the user's innermost line, in its traceback."""
-        paths = {id(module): path for path, module in whole.model.named_modules()}
+        paths = {id(module): path for path, module in model_with_loss.model.named_modules()}
         path, lines = None, list[tuple[str, int]]()
         for frame, number in traceback.walk_tb(error.__traceback__):
-            first = frame.f_code.co_varnames[:1]  # the first argument, "self" or any other name
-            module = frame.f_locals.get(first[0]) if first else None
+            names = frame.f_code.co_varnames[:1]  # the first argument, "self" or any other name
+            module = frame.f_locals.get(names[0]) if names else None
             if frame.f_code.co_name == "forward" and id(module) in paths:
                 path = paths[id(module)]
             lines.append((frame.f_code.co_filename, number))
@@ -182,12 +182,12 @@ class NotCaptured(Exception):
 
 
 def export(
-    whole: ModelWithLoss, leaves: Sequence[Any], opened: Collection[tuple[int, int]] = ()
+    module: ModelWithLoss, leaves: Sequence[Any], opened: Collection[tuple[int, int]] = ()
 ) -> torch.export.ExportedProgram:
-    """Capture ``whole`` with the batch dimension left open.
+    """Capture ``module`` with the batch dimension left open.
 
     Args:
-        whole: model and loss as one module.
+        module: model and loss as one module.
         leaves: flat leaves of an example batch.
         opened: further dimensions to be left open where the model allows it, as (leaf, dimension).
 
@@ -195,13 +195,13 @@ def export(
         NotCaptured: export fails; names the innermost module at fault.
     """
     samples = sample_count(leaves)
-    whole.tracing.tensors = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+    module.tracing.tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     # AUTO: a size that the model fixes becomes a constant instead of an error.
     auto, further = torch.export.Dim.AUTO, [{dim for at, dim in opened if at == i} for i in range(len(leaves))]
     sampled = [is_sampled(leaf, samples) for leaf in leaves]
-    dims = [{0, *own} if is_divided else own for is_divided, own in zip(sampled, further, strict=True)]
-    dynamic = tuple(dict.fromkeys(own, auto) or None for own in dims)
-    whole.tracing.sampled = tuple(itertools.compress(range(len(leaves)), sampled))
+    dims = [{0, *indices} if is_divided else indices for is_divided, indices in zip(sampled, further, strict=True)]
+    dynamic = tuple(dict.fromkeys(indices, auto) or None for indices in dims)
+    module.tracing.sampled = tuple(itertools.compress(range(len(leaves)), sampled))
     try:
         # Oblivious sizes: without it a graph would hold for two samples or more, and silently broadcast one.
         with (
@@ -210,8 +210,8 @@ def export(
             gradient_calls_kept(),
             exports_repaired(),
             packed_sequences_padded(),
-            sizes_answered(whole.tracing.tape),
-            _caches_off(whole.model),
+            sizes_answered(module.tracing.tape),
+            _caches_off(module.model),
             _lines_kept(),
             patch.object(builtins, "len", _open_length),
             checkpoints_inlined(),
@@ -220,8 +220,8 @@ def export(
             torch.enable_grad(),
         ):
             return torch.export.export(
-                whole,
-                tuple(None if i in whole.carried else leaf for i, leaf in enumerate(leaves)),
+                module,
+                tuple(None if i in module.carried else leaf for i, leaf in enumerate(leaves)),
                 dynamic_shapes={"leaves": dynamic},
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
@@ -229,7 +229,7 @@ def export(
     except BadLoss:
         raise
     except Exception as error:
-        raise NotCaptured.of(whole, error) from error
+        raise NotCaptured.of(module, error) from error
 
 
 @contextmanager
@@ -374,18 +374,18 @@ def _snapshot_python(model: nn.Module, losses: Sequence[Any]) -> Callable[[], No
 def snapshot_tensors(model: nn.Module) -> Callable[[], None]:
     """Record parameters, buffers, gradients, what requires them, and random states of GPUs; the returned function
     restores them."""
-    every = (*model.parameters(), *model.buffers())
-    tensors = [(t, t.detach().clone(), t.grad, t.is_leaf, t.requires_grad) for t in every]
+    all_tensors = (*model.parameters(), *model.buffers())
+    tensors = [(t, t.detach().clone(), t.grad, t.is_leaf, t.requires_grad) for t in all_tensors]
     # The modules' own tables too: a forward may replace a buffer by another tensor.
     inner = ("_parameters", "_buffers", "_modules")
     dicts = [(m.__dict__[name], dict(m.__dict__[name])) for m in model.modules() for name in inner]
-    devices = {t.device for t in every if t.device.type == "cuda"}
+    devices = {t.device for t in all_tensors if t.device.type == "cuda"}
     device_random = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def restore() -> None:
-        for own, content in dicts:
-            own.clear()
-            own.update(content)
+        for table, content in dicts:
+            table.clear()
+            table.update(content)
         with torch.no_grad():
             for tensor, value, grad, leaf, trained in tensors:
                 if leaf and not tensor.is_leaf:  # an in-place write has made it part of an autograd graph

@@ -50,8 +50,8 @@ def complete_arguments(node: fx.Node) -> tuple[Any, ...]:
     if twin is None:
         return tuple(args)
     needed = sum(not a.kwarg_only and not a.has_default_value() for a in twin._schema.arguments)
-    own = [a for a in target._schema.arguments if not a.kwarg_only and a.name not in node.kwargs]
-    return (*args, *(a.default_value for a in own[len(args) : needed]))
+    arguments = [a for a in target._schema.arguments if not a.kwarg_only and a.name not in node.kwargs]
+    return (*args, *(a.default_value for a in arguments[len(args) : needed]))
 
 
 def functionalize(node: fx.Node) -> list[fx.Node] | None:
@@ -70,22 +70,22 @@ def functionalize(node: fx.Node) -> list[fx.Node] | None:
     if twin is None or not _accepts_same_arguments(node.target, twin):
         return None
     args, name = complete_arguments(node), twin._schema.name.removeprefix("aten::")
-    given, wanted = _try_without_data(twin, args, node.kwargs), node.meta.get("val")
+    result, val = _try_without_data(twin, args, node.kwargs), node.meta.get("val")
     # An in-place write broadcasts its arguments to the written tensor; the new value must have that shape by itself.
-    if given is None or not isinstance(wanted, Tensor) or tuple(given.shape) != shape_of(wanted):
+    if result is None or not isinstance(val, Tensor) or tuple(result.shape) != shape_of(val):
         return None
-    if given.dtype != wanted.dtype and name in _LOGICAL:
+    if result.dtype != val.dtype and name in _LOGICAL:
         return None
-    before: list[fx.Node] = []
+    new_nodes: list[fx.Node] = []
     if name in _DRAWING:
-        args = tuple(_without_gradient(node, a, before) for a in args)
-    if given.dtype == wanted.dtype:
+        args = tuple(_without_gradient(node, a, new_nodes) for a in args)
+    if result.dtype == val.dtype:
         node.target, node.args = twin, args
-        return before
+        return new_nodes
     # An in-place write keeps the written tensor's dtype: cast the promoted result back.
-    before.append(_insert_before(node, twin, args, cast_value(wanted, given.dtype), node.kwargs))
-    node.target, node.args, node.kwargs = torch.ops.aten.to.dtype, (before[-1], wanted.dtype), {}
-    return before
+    new_nodes.append(_insert_before(node, twin, args, cast_value(val, result.dtype), node.kwargs))
+    node.target, node.args, node.kwargs = torch.ops.aten.to.dtype, (new_nodes[-1], val.dtype), {}
+    return new_nodes
 
 
 def relax_views(graph: fx.Graph, shared: Collection[fx.Node]) -> None:
@@ -112,13 +112,13 @@ def find_operator(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, base, None), overload, None)
 
 
-def _accepts_same_arguments(own: Any, twin: Any) -> bool:
+def _accepts_same_arguments(operator: Any, twin: Any) -> bool:
     """Return whether two operators take a tensor, and then the same arguments in the same order."""
-    a, b = ([x for x in op._schema.arguments if not x.kwarg_only] for op in (own, twin))
+    a, b = ([x for x in op._schema.arguments if not x.kwarg_only] for op in (operator, twin))
     if twin is torch.ops.aten.zeros_like.default:
         return True
-    alike = len(a) == len(b) and all(str(x.type) == str(y.type) for x, y in zip(a, b, strict=True))
-    return alike and str(a[0].type) == "Tensor"
+    has_equal_types = len(a) == len(b) and all(str(x.type) == str(y.type) for x, y in zip(a, b, strict=True))
+    return has_equal_types and str(a[0].type) == "Tensor"
 
 
 def _try_without_data(operator: Any, args: Any, kwargs: Any) -> Tensor | None:
@@ -132,10 +132,10 @@ def _try_without_data(operator: Any, args: Any, kwargs: Any) -> Tensor | None:
 
     try:
         with torch.no_grad():
-            given = operator(*fx.map_arg(args, example), **fx.map_arg(kwargs, example))
+            result = operator(*fx.map_arg(args, example), **fx.map_arg(kwargs, example))
     except Exception:
         return None
-    return given if isinstance(given, Tensor) else None
+    return result if isinstance(result, Tensor) else None
 
 
 def _functionalize_copy(node: fx.Node) -> list[fx.Node] | None:
@@ -145,20 +145,20 @@ def _functionalize_copy(node: fx.Node) -> list[fx.Node] | None:
     to, of = written.meta.get("val"), source.meta.get("val") if isinstance(source, fx.Node) else None
     if not isinstance(to, Tensor) or not isinstance(of, Tensor):
         return None
-    before: list[fx.Node] = []
+    new_nodes: list[fx.Node] = []
     if of.dtype != to.dtype:
         of = cast_value(of, to.dtype)
-        before.append(_insert_before(node, torch.ops.aten.to.dtype, (source, to.dtype), of))
-        source = before[-1]
+        new_nodes.append(_insert_before(node, torch.ops.aten.to.dtype, (source, to.dtype), of))
+        source = new_nodes[-1]
     if [str(n) for n in of.shape] != [str(n) for n in to.shape]:
-        before.append(_insert_before(node, torch.ops.aten.expand_as.default, (source, written), to))
-        source = before[-1]
+        new_nodes.append(_insert_before(node, torch.ops.aten.expand_as.default, (source, written), to))
+        source = new_nodes[-1]
     # clone keeps the source's strides: ask for a contiguous copy where the written tensor was one.
     expanded = source.target is torch.ops.aten.expand_as.default
     ordered = _example(to).is_contiguous() and (expanded or not _example(of).is_contiguous())
     node.target, node.args = torch.ops.aten.clone.default, (source,)
     node.kwargs = {"memory_format": torch.contiguous_format} if ordered else {}
-    return before
+    return new_nodes
 
 
 def _example(val: Tensor) -> Tensor:
@@ -166,20 +166,20 @@ def _example(val: Tensor) -> Tensor:
     return torch.empty_strided(shape_of(val), [size_hint(n) for n in val.stride()], dtype=val.dtype, device="meta")
 
 
-def _without_gradient(node: fx.Node, value: Any, before: list[fx.Node]) -> Any:
+def _without_gradient(node: fx.Node, value: Any, new_nodes: list[fx.Node]) -> Any:
     val = value.meta.get("val") if isinstance(value, fx.Node) else None
     if not isinstance(val, Tensor) or str(value.target).startswith(_MADE):
         return value
-    before.append(_insert_before(node, torch.ops.aten.detach.default, (value,), val))
-    return before[-1]
+    new_nodes.append(_insert_before(node, torch.ops.aten.detach.default, (value,), val))
+    return new_nodes[-1]
 
 
 def _insert_before(node: fx.Node, target: Any, args: Any, val: Tensor, kwargs: Any = None) -> fx.Node:
     """Insert a node in front of another, with the same source line."""
     with node.graph.inserting_before(node):
-        made = node.graph.call_function(target, tuple(args), dict(kwargs or {}))
-    made.meta = {**node.meta, "val": val}
-    return made
+        new_node = node.graph.call_function(target, tuple(args), dict(kwargs or {}))
+    new_node.meta = {**node.meta, "val": val}
+    return new_node
 
 
 def cast_value(val: Any, dtype: torch.dtype) -> Tensor:

@@ -83,14 +83,14 @@ def _write_by_copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
     into, target = node.kwargs.get("out"), node.target
     if not isinstance(target, torch._ops.OpOverload) or not isinstance(into, fx.Node):
         return node
-    packet, wanted = target.overloadpacket, [a.name for a in target._schema.arguments if a.name != "out"]
-    every = (getattr(packet, name) for name in packet.overloads())
-    plain = next((each for each in every if [a.name for a in each._schema.arguments] == wanted), None)
+    packet, names = target.overloadpacket, [a.name for a in target._schema.arguments if a.name != "out"]
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    plain = next((overload for overload in overloads if [a.name for a in overload._schema.arguments] == names), None)
     if plain is None:
         return node
-    rest = {key: value for key, value in node.kwargs.items() if key != "out"}
+    kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
     with graph.inserting_before(node):
-        value = graph.call_function(plain, node.args, rest)
+        value = graph.call_function(plain, node.args, kwargs)
         written = graph.call_function(torch.ops.aten.copy_.default, (into, value))
     value.meta, written.meta = dict(node.meta), dict(node.meta)
     graph.erase_node(node)
@@ -105,21 +105,21 @@ def _inline(node: fx.Node, graph: fx.Graph, values: dict[fx.Node, Any], extra: d
     if "autocast" in str(node.target):
         extra = {**extra, "autocast": tuple(args[:at])}  # device type, dtype, enabled, cache
     inner: dict[fx.Node, Any] = {}
-    outside = set(graph.nodes)
+    old_nodes = set(graph.nodes)
     result: Any = None
-    for each in region.graph.nodes:
-        if each.op == "placeholder":
-            inner[each] = next(inputs)
-        elif each.op == "output":
-            result = fx.map_arg(each.args[0], inner.__getitem__)
+    for inner_node in region.graph.nodes:
+        if inner_node.op == "placeholder":
+            inner[inner_node] = next(inputs)
+        elif inner_node.op == "output":
+            result = fx.map_arg(inner_node.args[0], inner.__getitem__)
         else:
-            _copy_node(each, graph, inner, region, extra)
+            _copy_node(inner_node, graph, inner, region, extra)
     # The region ran without gradients: detach what leaves it, and what it writes in place.
     if "set_grad_enabled" in str(node.target) and not args[0]:
-        own = {n: None for n in graph.nodes if n not in outside}
-        for each in own:
-            _write_without_gradient(graph, each)
-        result = fx.map_arg(result, lambda n: _detached(graph, n) if n in own else n)
+        new_nodes = {n: None for n in graph.nodes if n not in old_nodes}
+        for inner_node in new_nodes:
+            _write_without_gradient(graph, inner_node)
+        result = fx.map_arg(result, lambda n: _detached(graph, n) if n in new_nodes else n)
     return result
 
 
@@ -186,12 +186,12 @@ def _lasts(node: fx.Node) -> bool:
 
 def merge_tied(graph: fx.Graph, tied: dict[str, str]) -> None:
     """Give all names of a tied weight one placeholder."""
-    seen: dict[tuple[str, Any], fx.Node] = {}
+    placeholders: dict[tuple[str, Any], fx.Node] = {}
     for node in [n for n in graph.nodes if n.op == "placeholder"]:
         kind, key = node.meta["role"]
         node.meta["role"] = role = (kind, tied.get(key, key) if isinstance(key, str) else key)
-        if role in seen:
-            node.replace_all_uses_with(seen[role])
+        if role in placeholders:
+            node.replace_all_uses_with(placeholders[role])
             graph.erase_node(node)
         else:
-            seen[role] = node
+            placeholders[role] = node

@@ -49,8 +49,8 @@ class KnownValues(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._tape, self._numbers = tape, numbers
-        given = [] if tape is None else tape.start(leaves)
-        self._values = {id(each): (weakref.ref(each), value) for each, value in given}
+        pairs = [] if tape is None else tape.start(leaves)
+        self._values = {id(tensor): (weakref.ref(tensor), value) for tensor, value in pairs}
         self._written: dict[int, Tensor] = {}  # constants that the code writes: unknown from then on
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,9 +58,9 @@ class KnownValues(TorchFunctionMode):
         drawn = tensor_of_drawn(func, args, kwargs)
         if drawn is not None:
             return drawn
-        known = self._known_arguments(args, kwargs)
+        values = self._known_arguments(args, kwargs)
         if name in _QUESTIONS:
-            answer = self._answer(func, known, args, kwargs, sys._getframe(1))
+            answer = self._answer(func, values, args, kwargs, sys._getframe(1))
             if answer is not None:
                 return answer
         result = func(*args, **kwargs)
@@ -70,33 +70,37 @@ class KnownValues(TorchFunctionMode):
         if name == "item" and self._numbers is not None:
             self._numbers.learn(result, args[0])
         written = _written_arguments(name, args, kwargs)
-        if written and (known is None or not self._may_write(written)):
+        if written and (values is None or not self._may_write(written)):
             self._forget(written)
-        elif known is not None and name not in _QUESTIONS and (written or _has_tensors(result)):
+        elif values is not None and name not in _QUESTIONS and (written or _has_tensors(result)):
             self._keep(
-                result, func, known, self._encoded(args, kwargs), [v for v in map(self._find, written) if v is not None]
+                result,
+                func,
+                values,
+                self._encoded(args, kwargs),
+                [v for v in map(self._find, written) if v is not None],
             )
         return result
 
-    def _answer(self, func: Any, known: tuple[Any, Any] | None, args: Any, kwargs: Any, frame: FrameType) -> Any:
+    def _answer(self, func: Any, values: tuple[Any, Any] | None, args: Any, kwargs: Any, frame: FrameType) -> Any:
         """Answer what Python asks of tensors; None if export is to tell that it does not know.
 
         Args:
             func: torch's function or method that asks, such as ``Tensor.item``.
-            known: its arguments with tensors as they are known, or None.
+            values: its arguments with tensors as they are known, or None.
             args, kwargs: its arguments, tensors of the export.
             frame: of the function that asks.
         """
-        answer, name = None if known is None else _compute(func, *known), getattr(func, "__name__", "")
-        asked = self._encoded(args, kwargs)
-        of_batch = known is not None and self._tape is not None and self._tape.depends_on_batch(asked)
-        if known is not None and not of_batch:
+        answer, name = None if values is None else _compute(func, *values), getattr(func, "__name__", "")
+        arguments = self._encoded(args, kwargs)
+        of_batch = values is not None and self._tape is not None and self._tape.depends_on_batch(arguments)
+        if values is not None and not of_batch:
             return answer
         # A check of what only raises needs no question to the whole batch ahead of its step.
         going_on = answer_raising(name, args, kwargs, frame) if name in TRUTHS else None
         if going_on is None and name == "item" and self._numbers is not None and is_compared_to_raise(frame):
             return None
-        if going_on is None and of_batch and self._tape is not None and self._tape.answer(func, asked, answer):
+        if going_on is None and of_batch and self._tape is not None and self._tape.answer(func, arguments, answer):
             return answer
         return going_on
 
@@ -111,22 +115,24 @@ class KnownValues(TorchFunctionMode):
         def known(leaf: Any) -> Any:
             return self._find(leaf) if isinstance(leaf, Tensor) else self._number_of(leaf)
 
-        found: tuple[Any, Any] = tree_map(lambda v: known(v) if isinstance(v, (Tensor, *_SIZES)) else v, (args, kwargs))
-        return found
+        pair: tuple[Any, Any] = tree_map(lambda v: known(v) if isinstance(v, (Tensor, *_SIZES)) else v, (args, kwargs))
+        return pair
 
     def _may_write(self, written: Sequence[Tensor]) -> bool:
         """Return whether tensors stay known when something known is written into them."""
-        if any(not isinstance(each, FakeTensor) for each in written):
+        if any(not isinstance(tensor, FakeTensor) for tensor in written):
             return False
         if self._tape is None:
             return True
         # What was a constant follows from the batch, perhaps, from now on; others that share its memory would not.
-        constants = [own for each in written if (own := self._find(each)) is not None and not self._tape.knows(own)]
-        shared = [own.untyped_storage()._cdata for _, own in self._values.values()]
-        if any(shared.count(own.untyped_storage()._cdata) > 1 for own in constants):
+        constants = [
+            value for tensor in written if (value := self._find(tensor)) is not None and not self._tape.knows(value)
+        ]
+        shared = [value.untyped_storage()._cdata for _, value in self._values.values()]
+        if any(shared.count(value.untyped_storage()._cdata) > 1 for value in constants):
             return False
-        for own in constants:
-            self._tape.adopt(own)
+        for value in constants:
+            self._tape.adopt(value)
         return True
 
     def _number_of(self, size: Any) -> Any:
@@ -134,39 +140,39 @@ class KnownValues(TorchFunctionMode):
 
     def _encoded(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments with tensors as they are known, and sizes as they are."""
-        found: tuple[Any, Any] = tree_map(lambda v: self._find(v) if isinstance(v, Tensor) else v, (args, kwargs))
-        return found
+        pair: tuple[Any, Any] = tree_map(lambda v: self._find(v) if isinstance(v, Tensor) else v, (args, kwargs))
+        return pair
 
     def _find(self, tensor: Tensor) -> Tensor | None:
         if not isinstance(tensor, FakeTensor):
             # Export makes parameters, buffers and inputs fake: what is not is a constant of the user's code.
             free = isinstance(tensor, nn.Parameter) or tensor.requires_grad or tensor.is_meta
             return None if free or id(tensor) in self._written else tensor
-        found = self._values.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
+        entry = self._values.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
 
-    def _keep(self, result: Any, func: Any, known: tuple[Any, Any], encoded: Any, written: Sequence[Tensor]) -> None:
-        if self._tape is None and sum(each.numel() for each in _tensors(result)) > _MOST_ELEMENTS:
+    def _keep(self, result: Any, func: Any, values: tuple[Any, Any], encoded: Any, written: Sequence[Tensor]) -> None:
+        if self._tape is None and sum(tensor.numel() for tensor in _tensors(result)) > _MOST_ELEMENTS:
             return
         try:
-            value = _compute(func, *known)
+            value = _compute(func, *values)
         except Exception:  # drawn at random, or another limit: unknown
             return
         pairs = list(zip(_tensors(result), _tensors(value), strict=False))
         if self._tape is not None:
-            if not all(isinstance(each, FakeTensor) and self._tape.has_size(each, of) for each, of in pairs):
+            if not all(isinstance(tensor, FakeTensor) and self._tape.has_size(tensor, of) for tensor, of in pairs):
                 return
             self._tape.record(func, encoded, pairs, written)
-        for each, of in pairs:
-            if isinstance(each, FakeTensor) and (self._tape is not None or tuple(each.shape) == tuple(of.shape)):
-                self._values[id(each)] = weakref.ref(each), of
+        for tensor, of in pairs:
+            if isinstance(tensor, FakeTensor) and (self._tape is not None or tuple(tensor.shape) == tuple(of.shape)):
+                self._values[id(tensor)] = weakref.ref(tensor), of
 
     def _forget(self, tensors: Sequence[Tensor]) -> None:
         """Forget tensors, and all that share memory with them."""
-        self._written |= {id(each): each for each in tensors if not isinstance(each, FakeTensor)}
-        lost = {of.untyped_storage()._cdata for each in tensors if (of := self._find(each)) is not None}
-        kept = self._values.items()
-        self._values = {key: of for key, of in kept if of[1].untyped_storage()._cdata not in lost}
+        self._written |= {id(tensor): tensor for tensor in tensors if not isinstance(tensor, FakeTensor)}
+        lost = {of.untyped_storage()._cdata for tensor in tensors if (of := self._find(tensor)) is not None}
+        entries = self._values.items()
+        self._values = {key: of for key, of in entries if of[1].untyped_storage()._cdata not in lost}
 
 
 class _Drawn(Exception):
@@ -198,5 +204,5 @@ def _written_arguments(name: str, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that a function writes in place."""
     in_place = name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
     in_place = in_place or (name.endswith("_") and not name.endswith("__"))
-    first = [args[0]] if in_place and args and isinstance(args[0], Tensor) else []
-    return first + _tensors(kwargs.get("out"))
+    tensors = [args[0]] if in_place and args and isinstance(args[0], Tensor) else []
+    return tensors + _tensors(kwargs.get("out"))

@@ -104,18 +104,18 @@ class LeafCall:
     def __call__(self, part: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the user's module on its parameters and buffers, then the tensors among its arguments."""
         names = self.parameters + self.buffers
-        own = dict(zip(names, tensors, strict=False))
+        state = dict(zip(names, tensors, strict=False))
         flat = with_tensors(self.arguments, self.tensor_positions, tensors[len(names) :])
         for position in self.size_positions:
             flat[position] = flat[position](part.samples)
         args, kwargs = self.rebuild_arguments(flat)
-        wanted = torch.is_grad_enabled()
-        needs = wanted or self.takes_gradients
+        grad_enabled = torch.is_grad_enabled()
+        needs = grad_enabled or self.takes_gradients
         with _training_modes(self.training), compiler_off(), torch_func_allowed(), torch.set_grad_enabled(needs):
-            result = self._run(own, args, kwargs)
+            result = self._run(state, args, kwargs)
         leaves, _ = flatten_nested(result)
         outputs: list[Tensor] = [leaves[position] for position in self.output_positions]
-        return outputs if wanted or not self.takes_gradients else [output.detach() for output in outputs]
+        return outputs if grad_enabled or not self.takes_gradients else [output.detach() for output in outputs]
 
     @property
     def own_tensors(self) -> int:
@@ -132,36 +132,36 @@ class LeafCall:
         Args:
             tensors: the call's tensors, of which the first are the module's.
         """
-        own = dict(zip(self.parameters + self.buffers, tensors, strict=False))
+        state = dict(zip(self.parameters + self.buffers, tensors, strict=False))
         current = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        stand_ins = {id(current[name]): tensor for name, tensor in own.items() if current[name] is not tensor}
+        stand_ins = {id(current[name]): tensor for name, tensor in state.items() if current[name] is not tensor}
         placed: Any = stateless._reparametrize_module
         named = _every_name(self.module, stand_ins)
         with references_replaced(self.module, stand_ins), placed(self.module, named) if named else nullcontext():
             yield
 
-    def _run(self, own: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+    def _run(self, state: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
         current = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        named, memory = dict(own), {name: own[name].data for name in self.parameters}
+        named, memory = dict(state), {name: state[name].data for name in self.parameters}
         # The given tensors are the module's own: it can be called as it is, without functional_call.
-        if all(current[name] is tensor for name, tensor in own.items()):
+        if all(current[name] is tensor for name, tensor in state.items()):
             result = self.module(*args, **kwargs)
             named |= {name: self.module.get_buffer(name) for name in self.buffers}
         else:
-            stand_ins = {id(current[name]): tensor for name, tensor in own.items()}
+            stand_ins = {id(current[name]): tensor for name, tensor in state.items()}
             named = _every_name(self.module, stand_ins)
             replaced = references_replaced(self.module, stand_ins), parameters_replaced(self.path)
-            with replaced[0], replaced[1], _freezing_refused(self.path, own):
+            with replaced[0], replaced[1], _freezing_refused(self.path, state):
                 result = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
-        for name, before in memory.items():
-            if _address(own[name]) != _address(before):  # parameter.data = new: the module's own gets it too
-                _take_data(name, current[name], own[name], before)
+        for name, old_data in memory.items():
+            if _address(state[name]) != _address(old_data):  # parameter.data = new: the module's own gets it too
+                _take_data(name, current[name], state[name], old_data)
         for name in self.buffers:
-            if named[name] is not own[name]:  # self.buffer = new: the old buffer takes the value
-                own[name].copy_(named[name].detach())
-                if current[name] is own[name]:
+            if named[name] is not state[name]:  # self.buffer = new: the old buffer takes the value
+                state[name].copy_(named[name].detach())
+                if current[name] is state[name]:
                     owner, _, key = name.rpartition(".")
-                    self.module.get_submodule(owner)._buffers[key] = own[name]
+                    self.module.get_submodule(owner)._buffers[key] = state[name]
         return result
 
 
@@ -170,13 +170,13 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
 
 
-def _take_data(name: str, parameter: Tensor, written: Tensor, before: Tensor) -> None:
+def _take_data(name: str, parameter: Tensor, written: Tensor, old_data: Tensor) -> None:
     """Give a module's parameter the data that its forward has given to what stands in its place.
 
     Raises:
         PolylaneError: what stands there is no other face of the parameter's own memory, which would keep old values.
     """
-    if parameter is not written and _address(parameter) != _address(before):
+    if parameter is not written and _address(parameter) != _address(old_data):
         raise PolylaneError(
             f"the forward writes the parameter {name} through .data, and under this plan would write a copy of it: "
             "write it outside of the forward and the loss"
@@ -204,17 +204,17 @@ def _freezing_refused(path: str, tensors: Mapping[str, Tensor]) -> Iterator[None
     Raises:
         PolylaneError: one that required a gradient before does not now, or the other way round.
     """
-    before, told = {name: tensor.requires_grad for name, tensor in tensors.items()}, ""
+    flags, culprit = {name: tensor.requires_grad for name, tensor in tensors.items()}, ""
     try:
         yield
-        told = next((name for name, tensor in tensors.items() if tensor.requires_grad is not before[name]), "")
+        culprit = next((name for name, tensor in tensors.items() if tensor.requires_grad is not flags[name]), "")
     except RuntimeError as error:
         if "change requires_grad flags of leaf" not in str(error):
             raise
-        told = "a parameter"
-    if told:
+        culprit = "a parameter"
+    if culprit:
         raise PolylaneError(
-            f"{path or 'the model'}'s own forward sets requires_grad of {told}, and on several workers what a step "
+            f"{path or 'the model'}'s own forward sets requires_grad of {culprit}, and on several workers what a step "
             "trains is decided before its passes: set it between steps, or in the optimizer's step()"
         )
 
@@ -248,9 +248,9 @@ class NormalizationWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.batch_norm:
-            given = batch_norm_arguments(args, kwargs)
-            if given["training"]:
-                values = given["input"].numel() // max(given["input"].shape[1], 1)
+            arguments = batch_norm_arguments(args, kwargs)
+            if arguments["training"]:
+                values = arguments["input"].numel() // max(arguments["input"].shape[1], 1)
                 self.values = values if self.values is None else min(self.values, values)
         return func(*args, **(kwargs or {}))
 
@@ -266,10 +266,10 @@ def observe_calls(modules: dict[str, nn.Module], run: Callable[[], Any], with_gr
         call: Any = module._call_impl
 
         def noted(*args: Any, **kwargs: Any) -> Any:
-            before = generator_states()
+            old_states = generator_states()
             with NormalizationWatch() as normalizing:
                 result = call(*args, **kwargs)
-            drawn = not states_equal(before, generator_states())
+            drawn = not states_equal(old_states, generator_states())
             calls[path].append(ObservedCall(*flatten_nested(result), drawn, normalizing.values))
             return result
 
@@ -326,9 +326,9 @@ def leaves_kept(
 
 
 def _leaf_call(
-    module: nn.Module, path: str, given: Any, outputs: list[LeafOutput], output_at: list[int], seen: Any, samples: int
+    module: nn.Module, path: str, inputs: Any, outputs: list[LeafOutput], output_at: list[int], run: Any, samples: int
 ) -> tuple[LeafCall, list[Tensor]]:
-    flat, rebuild = flatten_nested(given)
+    flat, rebuild = flatten_nested(inputs)
     tensor_at = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
     size_at = [i for i, value in enumerate(flat) if isinstance(value, torch.SymInt)]
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
@@ -345,20 +345,20 @@ def _leaf_call(
         rebuild_arguments=rebuild,
         outputs=outputs,
         output_positions=output_at,
-        random=seen.random,
-        normalizes=seen.values is not None,
+        random=run.random,
+        normalizes=run.values is not None,
         source=source_line_of(type(module).forward),
         # Samples needed for VALUES per channel, from the values seen at ``samples``, rounded up.
-        fewest=-(-VALUES * samples // seen.values) if seen.values else 1,
+        fewest=-(-VALUES * samples // run.values) if run.values else 1,
     )
     return call, [*parameters.values(), *buffers.values(), *(flat[i] for i in tensor_at)]
 
 
-def opaque_call(whole: nn.Module, leaves: Sequence[Any], results: Sequence[Tensor], seen: Any) -> LeafCall:
+def opaque_call(model_with_loss: nn.Module, leaves: Sequence[Any], results: Sequence[Tensor], run: Any) -> LeafCall:
     """Return model and loss together as one leaf: the user's Python runs on every worker."""
     outputs = [LeafOutput((), (), value.dtype) for value in results]
-    every = list(range(len(results)))
-    call, _ = _leaf_call(whole, "", (tuple(leaves), {}), outputs, every, seen, sample_count(leaves))
+    positions = list(range(len(results)))
+    call, _ = _leaf_call(model_with_loss, "", (tuple(leaves), {}), outputs, positions, run, sample_count(leaves))
     return call
 
 

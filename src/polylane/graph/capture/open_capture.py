@@ -14,7 +14,7 @@ from polylane.graph.capture.questions.readings import are_answered
 
 
 def capture_opened(
-    whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool, opening: Opening
+    model_with_loss: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool, opening: Opening
 ) -> CaptureAttempt:
     """Export with further sizes left open, and check the code on batches of several such sizes.
 
@@ -24,30 +24,30 @@ def capture_opened(
     if abstract or dry.effects.found:
         raise NotOpened("a part of it must be kept whole")
     try:
-        draft = _attempt_twice(whole, leaves, opening)
+        draft = _attempt_twice(model_with_loss, leaves, opening)
     except NotCaptured as fault:
         raise NotOpened(f"{fault.reason}{format_line(fault.line)}") from fault
     assert draft.opened is not None
-    others = [
-        each
-        for each in opening.others
-        if draft.opened.sizes.find(each) not in (None, draft.opened.sizes.nominal)
-        and are_answered(draft.readings, each)
+    other_batches = [
+        batch
+        for batch in opening.others
+        if draft.opened.sizes.find(batch) not in (None, draft.opened.sizes.nominal)
+        and are_answered(draft.readings, batch)
     ]
-    if not others:  # nothing that has come shows whether the code holds at another size
+    if not other_batches:  # nothing that has come shows whether the code holds at another size
         raise NotOpened("what it computes depends on these sizes", is_final=False)
-    difference = run_self_check(whole, draft, leaves, others)
+    difference = run_self_check(model_with_loss, draft, leaves, other_batches)
     if difference is not None:
         raise NotOpened(f"{difference.what} came out different at other sizes")
     close_sizes(draft.graph, draft.opened.nominal)
-    return replace(draft, notes=describe_leaves(whole, {}))
+    return replace(draft, notes=describe_leaves(model_with_loss, {}))
 
 
-def _attempt_twice(whole: ModelWithLoss, leaves: Sequence[Any], opening: Opening) -> CaptureAttempt:
+def _attempt_twice(model_with_loss: ModelWithLoss, leaves: Sequence[Any], opening: Opening) -> CaptureAttempt:
     """Export without answers to what the loss asks of the batch, or, where it needs some, with these."""
     try:
-        return attempt_capture(whole, leaves, (), opening.dims)
+        return attempt_capture(model_with_loss, leaves, (), opening.dims)
     except NotCaptured as fault:
-        if not (fault.data_decides and whole.tracing.answer_questions(leaves)):
+        if not (fault.data_decides and model_with_loss.tracing.answer_questions(leaves)):
             raise
-    return attempt_capture(whole, leaves, (), opening.dims)
+    return attempt_capture(model_with_loss, leaves, (), opening.dims)

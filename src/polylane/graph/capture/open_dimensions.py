@@ -89,11 +89,11 @@ def find_open_sizes(program: torch.export.ExportedProgram, graph: fx.Graph, leav
             if isinstance(size, torch.SymInt) and isinstance(_expression(size), sympy.Symbol):
                 places.setdefault(_expression(size), (i, dim))
     opened = tuple(symbol for symbol in places if symbol not in batch)
-    known = batch | set(opened)
+    symbols = batch | set(opened)
     if not opened or any(symbol in batch for symbol in places):
         raise NotOpened("its sizes are fixed, or are as many as the samples")
     for node in graph.nodes:
-        if any(s not in known and not free_unbacked_symbols(s) for s in _symbols_of_value(node.meta.get("val"))):
+        if any(s not in symbols and not free_unbacked_symbols(s) for s in _symbols_of_value(node.meta.get("val"))):
             raise NotOpened("a size follows from no size of the batch alone")
     shapes = tuple(
         tuple(
@@ -106,10 +106,10 @@ def find_open_sizes(program: torch.export.ExportedProgram, graph: fx.Graph, leav
     )
     at = tuple(places[symbol] for symbol in opened)
     nominal = tuple(leaves[i].shape[dim] for i, dim in at)
-    found = OpenSizes(at, nominal, shapes, tuple(_guards(program, graph, opened)))
-    if found.find(leaves) is None:
+    sizes = OpenSizes(at, nominal, shapes, tuple(_guards(program, graph, opened)))
+    if sizes.find(leaves) is None:
         raise NotOpened("what export assumed is not true of the batch itself")
-    return OpenedProgram(opened, found)
+    return OpenedProgram(opened, sizes)
 
 
 def _is_input(node: fx.Node) -> bool:
@@ -146,13 +146,13 @@ def _guards(program: torch.export.ExportedProgram, graph: fx.Graph, opened: Sequ
     )
     # Conditions that export wrote into the code, those that it only noted, and the ranges that it narrowed.
     written = [_expression(n.args[0].meta["val"]) for n in graph.nodes if _asserts_symbol(n)]
-    noted = [each.expr for asserts in env.deferred_runtime_asserts.values() for each in asserts]
+    noted = [assertion.expr for asserts in env.deferred_runtime_asserts.values() for assertion in asserts]
     spans = [*env.var_to_range.items(), *program.range_constraints.items()]
     bounds = [(env.replace(of), span) for of, span in spans]
     ranges = [of >= int(span.lower) for of, span in bounds if span.lower > -_UNBOUNDED]
     ranges += [of <= int(span.upper) for of, span in bounds if span.upper < _UNBOUNDED]
-    every = {env.replace(each) for each in (*written, *noted, *(guard.expr for guard in env.guards), *ranges)}
-    for condition in sorted(every, key=str):
+    conditions = {env.replace(expr) for expr in (*written, *noted, *(guard.expr for guard in env.guards), *ranges)}
+    for condition in sorted(conditions, key=str):
         if condition.free_symbols & set(opened) and not free_unbacked_symbols(condition):
             yield open_size_function(condition, opened)
 
@@ -183,10 +183,10 @@ def close_sizes(graph: fx.Graph, sizes: Mapping[Any, Any]) -> None:
 def _value_at(val: Any, sizes: Mapping[Any, Any]) -> Any:
     """Return a node's value with numbers for some symbols."""
     if isinstance(val, (list, tuple)):
-        return type(val)(_value_at(each, sizes) for each in val)
+        return type(val)(_value_at(item, sizes) for item in val)
     if not isinstance(val, Tensor):
         return _size_at(val, sizes)
-    shape, strides = ([_size_at(size, sizes) for size in each] for each in (val.shape, val.stride()))
+    shape, strides = ([_size_at(size, sizes) for size in numbers] for numbers in (val.shape, val.stride()))
     mode: Any = val.fake_mode  # type: ignore[attr-defined]
     with mode:
         return torch.empty_strided(shape, strides, dtype=val.dtype, device=val.device)
@@ -196,11 +196,11 @@ def _size_at(size: Any, sizes: Mapping[Any, Any]) -> Any:
     if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return size
     expr, env = _expression(size).xreplace(sizes), size.node.shape_env
-    whole = expr.xreplace(env.backed_var_to_val)  # at the example's number of samples
+    hint = expr.xreplace(env.backed_var_to_val)  # at the example's number of samples
     if isinstance(size, torch.SymBool):
         return bool(expr) if not expr.free_symbols else env.create_symboolnode(expr)
     number, make = (int, env.create_symintnode) if isinstance(size, torch.SymInt) else (float, env.create_symfloatnode)
-    return number(expr) if expr.is_number else make(expr, hint=number(whole) if whole.is_number else None)
+    return number(expr) if expr.is_number else make(expr, hint=number(hint) if hint.is_number else None)
 
 
 def bind_sizes(graph: Graph, sizes: Sequence[int]) -> Graph:
@@ -221,18 +221,18 @@ def bind_sizes(graph: Graph, sizes: Sequence[int]) -> Graph:
     return replace(graph, code=replace(graph.code, fx=code, open=replace(opened, nominal=tuple(sizes))))
 
 
-def sizes_to_try(opened: OpenSizes, seen: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
+def sizes_to_try(opened: OpenSizes, observed_sizes: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
     """Return open sizes at which to look at a graph: some that have come, and the least and largest that it admits.
 
     Sizes that have been equal in all batches stay equal. Primes are tried, so that a size is no multiple of a number
     of the model by chance, and multiples of powers of two, where the model asks for these.
     """
-    came = [tuple(each) for each in seen]
+    came = [tuple(sizes) for sizes in observed_sizes]
     columns = list(zip(*came, strict=True))
     first_like = [columns.index(column) for column in columns]
     numbers = sorted({n for prime in _PRIMES for twos in range(7) if (n := prime << twos) <= _PRIMES[-1]})
-    every = [tuple(number + shift * place for place in first_like) for number in numbers for shift in (0, 2)]
-    admitted = [each for each in every if opened.admit(each)]
+    candidates = [tuple(number + shift * position for position in first_like) for number in numbers for shift in (0, 2)]
+    admitted = [sizes for sizes in candidates if opened.admit(sizes)]
     return list(dict.fromkeys((*came[:2], *admitted[:2], *admitted[-2:])))
 
 

@@ -17,24 +17,24 @@ from polylane.graph.capture.aliasing import alias_groups
 
 
 @contextmanager
-def reassignments_written(whole: nn.Module) -> Iterator[None]:
+def reassignments_written(model_with_loss: nn.Module) -> Iterator[None]:
     """Context manager: behind each module's forward, write into its buffers the tensors put in their place.
 
     What a forward reads between the assignment and its end is the new tensor, as without polylane.
 
     Args:
-        whole: model and loss under export, with the tensors of the export in the place of their own.
+        model_with_loss: model and loss under export, with the tensors of the export in the place of their own.
 
     Raises:
         ValueError: inside, a new tensor has another shape or dtype, or is none: no write makes a buffer that.
     """
-    before = [(module, key, tensor) for module in whole.modules() for key, tensor in module._buffers.items()]
-    own = dict[int, list[tuple[nn.Module, str, Tensor | None]]]()
-    for module, key, tensor in before:
-        own.setdefault(id(module), []).append((module, key, tensor))
+    buffers = [(module, key, tensor) for module in model_with_loss.modules() for key, tensor in module._buffers.items()]
+    module_buffers = dict[int, list[tuple[nn.Module, str, Tensor | None]]]()
+    for module, key, tensor in buffers:
+        module_buffers.setdefault(id(module), []).append((module, key, tensor))
 
     def write(module: nn.Module, *_: Any) -> None:
-        _write_reassigned(own.get(id(module), ()))
+        _write_reassigned(module_buffers.get(id(module), ()))
 
     # A hook on all modules, which belongs to none: the user's own are called behind it, as ever.
     hook = register_module_forward_hook(write)
@@ -42,7 +42,7 @@ def reassignments_written(whole: nn.Module) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-    _write_reassigned(before)  # a parent may assign to a child, and the loss to the model
+    _write_reassigned(buffers)  # a parent may assign to a child, and the loss to the model
 
 
 def _write_reassigned(buffers: Any) -> None:
@@ -61,7 +61,7 @@ def _value_of(module: nn.Module, key: str, old: Tensor | None) -> Tensor:
     """Return the value that a forward has assigned to a buffer, apart from the memory of all others."""
     value = module._buffers.get(key)
     if old is None or value is None or value.dtype != old.dtype or value.shape != old.shape:
-        forms = [f"{list(each.shape)} of {each.dtype}" if each is not None else "nothing" for each in (old, value)]
+        forms = [f"{list(item.shape)} of {item.dtype}" if item is not None else "nothing" for item in (old, value)]
         raise ValueError(f"forward assigns to the buffer {key}, which is {forms[0]}, {forms[1]}")
     return value.detach().clone()
 
@@ -79,14 +79,14 @@ def copy_what_is_read(graph: fx.Graph) -> None:
         buffer = node.args[0] if str(node.target) == "aten.copy_.default" else None
         if not isinstance(buffer, fx.Node) or buffer.op != "placeholder" or buffer.meta["role"][0] != "buffer":
             continue
-        if sum(each is groups[buffer] for each in groups.values()) > 2:  # the buffer, the write, and other views
+        if sum(root is groups[buffer] for root in groups.values()) > 2:  # the buffer, the write, and other views
             continue
         readers = sorted((user for user in buffer.users if order[user] < order[node]), key=order.__getitem__)
         if not readers:
             continue
         with graph.inserting_before(readers[0]):
-            own = graph.call_function(torch.ops.aten.clone.default, (buffer,))
-        kept = ("stack_trace", "nn_module_stack")
-        own.meta = {key: readers[0].meta[key] for key in kept if key in readers[0].meta} | {"val": buffer.meta["val"]}
+            copy = graph.call_function(torch.ops.aten.clone.default, (buffer,))
+        keys = ("stack_trace", "nn_module_stack")
+        copy.meta = {key: readers[0].meta[key] for key in keys if key in readers[0].meta} | {"val": buffer.meta["val"]}
         for reader in readers:
-            reader.replace_input_with(buffer, own)
+            reader.replace_input_with(buffer, copy)

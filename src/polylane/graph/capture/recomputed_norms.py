@@ -27,7 +27,7 @@ _MEAN, _BY_BATCH, _MOMENTUM = 3, 5, 6  # arguments of both: running mean, whethe
 _FEW = 4  # samples of the counted step
 
 
-def repeat_moves(graph: fx.Graph, whole: ModelWithLoss, leaves: Sequence[Any]) -> None:
+def repeat_moves(graph: fx.Graph, model_with_loss: ModelWithLoss, leaves: Sequence[Any]) -> None:
     """Move the running statistics of normalizations under checkpoints as often as a step of the model itself does.
 
     How often that is depends on nesting, on the kind of checkpoint, and on which inputs need gradients: one step of the
@@ -36,13 +36,13 @@ def repeat_moves(graph: fx.Graph, whole: ModelWithLoss, leaves: Sequence[Any]) -
 
     Args:
         graph: captured code, unlabelled; changed in place.
-        whole: model and loss that it was captured from; restored afterwards.
+        model_with_loss: model and loss that it was captured from; restored afterwards.
         leaves: flat leaves of an example batch.
     """
     norms = [node for node in graph.nodes if _moves_under_checkpoint(node)]
-    if not norms or any(parameter.is_meta for parameter in whole.parameters()):  # no step runs without data
+    if not norms or any(parameter.is_meta for parameter in model_with_loss.parameters()):  # no step runs without data
         return
-    times = _count_moves(whole, leaves, {str(node.args[_MEAN].meta["role"][1]) for node in norms})
+    times = _count_moves(model_with_loss, leaves, {str(node.args[_MEAN].meta["role"][1]) for node in norms})
     for node in norms:
         runs = times[str(node.args[_MEAN].meta["role"][1])]
         node.update_arg(_MOMENTUM, 1 - (1 - node.args[_MOMENTUM]) ** runs if runs > 1 else node.args[_MOMENTUM])
@@ -74,24 +74,24 @@ def _buffer_name(node: Any) -> str | None:
     return str(role[1]) if role[0] == "buffer" else None
 
 
-def _count_moves(whole: ModelWithLoss, leaves: Sequence[Any], means: Collection[str]) -> Mapping[str, int]:
+def _count_moves(model_with_loss: ModelWithLoss, leaves: Sequence[Any], means: Collection[str]) -> Mapping[str, int]:
     """Return by running mean how often a step moves it for each move of the forward pass; 1 where calls differ.
 
     The numbers are 1, too, where the step fails: the self-check, which runs it again, will say so.
     """
-    ids = {name: id(buffer) for name, buffer in whole.named_tensors("buffers")}
+    ids = {name: id(buffer) for name, buffer in model_with_loss.named_tensors("buffers")}
     for batch in (take_first_samples(leaves, _FEW), leaves):
-        with model_restored(whole), warnings.catch_warnings(), _counted_moves() as moves:
+        with model_restored(model_with_loss), warnings.catch_warnings(), _counted_moves() as moves:
             warnings.simplefilter("ignore")
             try:
                 with torch.enable_grad():
-                    loss = whole(*clone_leaves(batch))[0]
+                    loss = model_with_loss(*clone_leaves(batch))[0]
                 forward = moves.copy()
                 loss.backward()
             except Exception:  # too few samples, say
                 continue
-            each = {name: divmod(moves[ids[name]], max(forward[ids[name]], 1)) for name in means}
-            return {name: runs if not rest and runs else 1 for name, (runs, rest) in each.items()}
+            quotients = {name: divmod(moves[ids[name]], max(forward[ids[name]], 1)) for name in means}
+            return {name: runs if not remainder and runs else 1 for name, (runs, remainder) in quotients.items()}
     return dict.fromkeys(means, 1)
 
 
@@ -103,17 +103,17 @@ def _counted_moves() -> Iterator[Counter[int]]:
     """
     moves = Counter[int]()
 
-    def counting(own: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
             mean = args[1] if len(args) > 1 else kwargs.get("running_mean")
             if mean is None:
-                return own(*args, **kwargs)
-            before = mean.detach().clone()
+                return function(*args, **kwargs)
+            old_mean = mean.detach().clone()
             try:
-                return own(*args, **kwargs)
+                return function(*args, **kwargs)
             finally:
                 # A recomputation stops inside of the last call that saves a tensor: before or after it has moved.
-                moves[id(mean)] += not torch.equal(before, mean)
+                moves[id(mean)] += not torch.equal(old_mean, mean)
 
         return counted
 

@@ -47,11 +47,11 @@ class Difference:
     buffer: str | None = None
 
 
-def tensors_by_role(whole: ModelWithLoss, constants: Mapping[str, Tensor], leaves: Sequence[Any]) -> Tables:
+def tensors_by_role(model_with_loss: ModelWithLoss, constants: Mapping[str, Tensor], leaves: Sequence[Any]) -> Tables:
     """Return the values of a graph's placeholders by role: the model's own parameters and buffers, and a batch."""
     return {
-        "parameter": dict(whole.named_tensors("parameters")),
-        "buffer": dict(whole.named_tensors("buffers")),
+        "parameter": dict(model_with_loss.named_tensors("parameters")),
+        "buffer": dict(model_with_loss.named_tensors("buffers")),
         "constant": constants,
         "input": leaves,
     }
@@ -84,13 +84,13 @@ def resize_batch(leaves: Sequence[Any], count: int, turn: int = 0) -> list[Any]:
 
 
 def first_difference(
-    whole: ModelWithLoss,
+    model_with_loss: ModelWithLoss,
     graph: fx.Graph,
     constants: dict[str, Tensor],
     leaves: Sequence[Any],
     sizes: Collection[int] = (),
     opened: OpenSizes | None = None,
-    others: Sequence[Sequence[Any]] = (),
+    other_batches: Sequence[Sequence[Any]] = (),
     readings: Sequence[Reading] = (),
     device: torch.device | None = None,
 ) -> Difference | None:
@@ -100,13 +100,13 @@ def first_difference(
         exported may choose another kernel.
 
     Args:
-        whole: model and loss, restored afterwards.
+        model_with_loss: model and loss, restored afterwards.
         graph: captured code of model and loss.
         constants: tensors that the code closes over, by name.
         leaves: flat leaves of an example batch.
         sizes: further numbers of samples to try; those for which the model itself fails are skipped.
         opened: the other sizes that the code leaves open; None: it leaves none.
-        others: flat leaves of batches of other open sizes to try.
+        other_batches: flat leaves of batches of other open sizes to try.
         readings: questions to a batch; the code is checked on batches alone that answer as this one does.
         device: where both run if they can, since a model for an accelerator takes minutes on the host; they run where
             the model is with None, where memory is short, and where the model makes tensors of its own on the host.
@@ -114,18 +114,18 @@ def first_difference(
     Returns:
         The first difference, or None if there is none.
     """
-    if device is not None and any(parameter.device != device for parameter in whole.parameters()):
-        with suppress(_RunsElsewhere, torch.OutOfMemoryError), moved_module(whole, device):
+    if device is not None and any(parameter.device != device for parameter in model_with_loss.parameters()):
+        with suppress(_RunsElsewhere, torch.OutOfMemoryError), moved_module(model_with_loss, device):
             # A model that fails there has nothing that its code could be held against.
-            first = to_device(take_first_samples(leaves, FEW), device)
-            with model_restored(whole):
-                if not _run_steps(whole, whole, [first]):
+            first_batch = to_device(take_first_samples(leaves, FEW), device)
+            with model_restored(model_with_loss):
+                if not _run_steps(model_with_loss, model_with_loss, [first_batch]):
                     raise _RunsElsewhere
-            there = {name: value.to(device) for name, value in constants.items()}
-            more = [to_device(each, device) for each in others]
+            values = {name: value.to(device) for name, value in constants.items()}
+            batches = [to_device(batch, device) for batch in other_batches]
             code, moved = copy_to_device(graph, device), to_device(leaves, device)
-            return _first_difference_here(whole, code, there, moved, sizes, opened, more, readings)
-    return _first_difference_here(whole, graph, constants, leaves, sizes, opened, others, readings)
+            return _first_difference_here(model_with_loss, code, values, moved, sizes, opened, batches, readings)
+    return _first_difference_here(model_with_loss, graph, constants, leaves, sizes, opened, other_batches, readings)
 
 
 class _RunsElsewhere(Exception):
@@ -133,29 +133,29 @@ class _RunsElsewhere(Exception):
 
 
 def _first_difference_here(
-    whole: ModelWithLoss,
+    model_with_loss: ModelWithLoss,
     graph: fx.Graph,
     constants: Mapping[str, Tensor],
     leaves: Sequence[Any],
     sizes: Collection[int],
     opened: OpenSizes | None,
-    others: Sequence[Sequence[Any]],
+    other_batches: Sequence[Sequence[Any]],
     readings: Sequence[Reading],
 ) -> Difference | None:
-    first = take_first_samples(leaves, FEW)
-    few = sample_count(first) < sample_count(leaves)
-    if few and not (are_answered(readings, first) and runs_without_gradients(whole, first)):
-        first = list(leaves)
+    first_batch = take_first_samples(leaves, FEW)
+    few = sample_count(first_batch) < sample_count(leaves)
+    if few and not (are_answered(readings, first_batch) and runs_without_gradients(model_with_loss, first_batch)):
+        first_batch = list(leaves)
     # Two batches in a row: state that the first step leaves (buffers, flags) must act on the second.
-    runs = [[first, other_batch(first)], *([resize_batch(leaves, size)] for size in sizes)]
-    runs += [[list(each), other_batch(each)] for each in others]
+    runs = [[first_batch, other_batch(first_batch)], *([resize_batch(leaves, size)] for size in sizes)]
+    runs += [[list(batch), other_batch(batch)] for batch in other_batches]
     if readings:  # the same batch twice, where another one answers otherwise
-        held = [[each for each in batches if are_answered(readings, each)] for batches in runs]
-        runs = [[*same, *same[: len(of) - len(same)]] for same, of in zip(held, runs, strict=True) if same]
-    captured = _CapturedCode(whole, fx.GraphModule(nn.Module(), graph), graph, constants, opened)
+        kept_runs = [[batch for batch in batches if are_answered(readings, batch)] for batches in runs]
+        runs = [[*run, *run[: len(of) - len(run)]] for run, of in zip(kept_runs, runs, strict=True) if run]
+    captured = _CapturedCode(model_with_loss, fx.GraphModule(nn.Module(), graph), graph, constants, opened)
     differences = (_find_difference(captured, batches, _equal_bits) for batches in runs)
-    found = next((difference for difference in differences if difference is not None), None)
-    return None if found is None or _differs_by_rounding_only(captured, runs) else found
+    difference = next((difference for difference in differences if difference is not None), None)
+    return None if difference is None or _differs_by_rounding_only(captured, runs) else difference
 
 
 @dataclass(frozen=True)
@@ -200,17 +200,17 @@ def take_what_runs(
     """
     split = sampled or sampled_leaves(leaves)
     part = take_first_samples(leaves, min(count, sample_count(leaves)), split)
-    shared = any(isinstance(leaf, Tensor) and leaf.dim() for leaf, own in zip(leaves, split, strict=True) if not own)
+    shared = any(isinstance(leaf, Tensor) and leaf.dim() for leaf, flag in zip(leaves, split, strict=True) if not flag)
     if not shared or any(parameter.is_meta for parameter in model.parameters()):
         return part
     return part if runs_without_gradients(ModelWithLoss(model, loss, rebuild), clone_leaves(part)) else leaves
 
 
-def runs_without_gradients(whole: ModelWithLoss, batch: Sequence[Any]) -> bool:
+def runs_without_gradients(model_with_loss: ModelWithLoss, batch: Sequence[Any]) -> bool:
     """Return whether the loss runs on a batch under ``torch.no_grad()``; the model is restored afterwards."""
     try:
-        with model_restored(whole), torch.no_grad():
-            whole(*batch)
+        with model_restored(model_with_loss), torch.no_grad():
+            model_with_loss(*batch)
     except Exception:
         return False
     return True
@@ -234,27 +234,27 @@ def _differs_by_rounding_only(captured: _CapturedCode, runs: Sequence[Any]) -> b
 
 
 def _find_difference(
-    captured: _CapturedCode, batches: Sequence[Any], same: Callable[[Any, Any], bool]
+    captured: _CapturedCode, batches: Sequence[Any], is_equal: Callable[[Any, Any], bool]
 ) -> Difference | None:
-    whole = captured.whole
-    with model_restored(whole) as restore:
-        expected = _run_steps(whole, whole, batches)
+    model_with_loss = captured.whole
+    with model_restored(model_with_loss) as restore:
+        expected = _run_steps(model_with_loss, model_with_loss, batches)
         if not expected:  # the model itself fails on a batch of that size
             return None
         restore()
         # Compare as many steps as the model itself completes.
-        got = _run_steps(whole, captured, batches[: len({step for step, _, _ in expected})])
-    found = next((d for (_, d, a), (_, _, b) in zip(expected, got, strict=False) if not same(a, b)), None)
-    return found or (Difference("the run") if len(got) < len(expected) else None)
+        got = _run_steps(model_with_loss, captured, batches[: len({step for step, _, _ in expected})])
+    difference = next((d for (_, d, a), (_, _, b) in zip(expected, got, strict=False) if not is_equal(a, b)), None)
+    return difference or (Difference("the run") if len(got) < len(expected) else None)
 
 
 def _run_steps(
-    whole: ModelWithLoss, run: Callable[..., Any], batches: Sequence[Sequence[Any]]
+    model_with_loss: ModelWithLoss, run: Callable[..., Any], batches: Sequence[Sequence[Any]]
 ) -> list[tuple[int, Difference, Any]]:
     """Return loss, gradients and buffers after every step on ``batches``, up to the first that fails."""
-    seen: list[tuple[int, Difference, Any]] = []
+    records: list[tuple[int, Difference, Any]] = []
     for step, batch in enumerate(batches):
-        whole.zero_grad(set_to_none=True)
+        model_with_loss.zero_grad(set_to_none=True)
         try:
             result = run(*clone_leaves(batch))
             values = [value.detach().clone() for value in result]
@@ -263,16 +263,16 @@ def _run_steps(
         except torch.OutOfMemoryError:  # of an accelerator: no fault of the model
             raise
         except Exception:
-            return seen
-        seen += [(step, Difference("the loss"), value) for value in values]
-        for name, parameter in whole.named_parameters():
+            return records
+        records += [(step, Difference("the loss"), value) for value in values]
+        for name, parameter in model_with_loss.named_parameters():
             plain = name.removeprefix("model.")
             grad = None if parameter.grad is None else densify(parameter.grad).clone()
-            seen.append((step, Difference(f"the gradient of {plain}"), grad))
-        for name, buffer in whole.named_buffers():
+            records.append((step, Difference(f"the gradient of {plain}"), grad))
+        for name, buffer in model_with_loss.named_buffers():
             plain = name.removeprefix("model.")
-            seen.append((step, Difference(f"the buffer {plain}", buffer=plain), buffer.detach().clone()))
-    return seen
+            records.append((step, Difference(f"the buffer {plain}", buffer=plain), buffer.detach().clone()))
+    return records
 
 
 def _equal_bits(a: Tensor | None, b: Tensor | None) -> bool:
@@ -280,8 +280,8 @@ def _equal_bits(a: Tensor | None, b: Tensor | None) -> bool:
         return False
     if a is None or b is None:
         # A parameter that the loss does not reach: eager leaves no gradient, captured code may leave zeros.
-        other = a if b is None else b
-        return other is None or not bool(other.any())
+        gradient = a if b is None else b
+        return gradient is None or not bool(gradient.any())
     if a.device.type == "cpu":
         return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
     return torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)  # accelerators' atomics reorder sums

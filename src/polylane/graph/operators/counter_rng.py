@@ -66,22 +66,22 @@ def random_bits(part: Any, salt: int, shape: Sequence[int], batch_dim: int | Non
             depend on the samples and is the same on every worker.
         device: device of the returned tensor.
     """
-    whole = list(shape) if part.region is None else part.region.whole(shape)
+    full_shape = list(shape) if part.region is None else part.region.whole(shape)
     # Samples come first in the counter, so that a sample's elements are contiguous whatever the slice.
-    order = list(range(len(whole)))
+    order = list(range(len(full_shape)))
     if batch_dim:
         order.insert(0, order.pop(batch_dim))
-    count = math.prod(whole)
+    count = math.prod(full_shape)
     # What does not belong to samples is drawn once a step, the same by all workers that hold it.
-    first = part.first * (count // part.samples) if batch_dim is not None and part.samples else 0
+    offset = part.first * (count // part.samples) if batch_dim is not None and part.samples else 0
     keys = _derive_keys(part, salt)
     out = torch.empty([shape[d] for d in order], dtype=torch.int32, device=device)
     if part.region is None:
-        _draw_all(out.view(-1), first, keys)
+        _draw_all(out.view(-1), offset, keys)
     elif out.numel():
         ranges = {dim: spans for dim, _, spans in part.region.cuts}
-        sizes = [whole[d] for d in order]
-        _draw_region(out, sizes, [ranges.get(d, ((0, whole[d]),)) for d in order], first, keys)
+        sizes = [full_shape[d] for d in order]
+        _draw_region(out, sizes, [ranges.get(d, ((0, full_shape[d]),)) for d in order], offset, keys)
     return out.movedim(0, batch_dim) if batch_dim else out
 
 
@@ -89,15 +89,15 @@ def _chunk_on(device: torch.device) -> int:
     return _CHUNK if device.type == "cpu" else _CHUNK_ELSEWHERE
 
 
-def _draw_all(out: Tensor, first: int, keys: tuple[int, int]) -> None:
-    """Fill ``out`` with bits for consecutive counters from ``first`` on."""
+def _draw_all(out: Tensor, offset: int, keys: tuple[int, int]) -> None:
+    """Fill ``out`` with bits for consecutive counters from ``offset`` on."""
     chunk = _chunk_on(out.device)
     scratch = torch.empty(min(out.numel(), chunk), dtype=torch.int32, device=out.device)
     start = 0
     # Counters have 64 bits, the mixer 32: the upper half changes the second key, and a chunk must not straddle the
     # border.
     while start < out.numel():
-        high, low = divmod(first + start, 1 << 32)
+        high, low = divmod(offset + start, 1 << 32)
         size = min(chunk, out.numel() - start, (1 << 32) - low)
         x = out[start : start + size]
         if low + size < 1 << 31:
@@ -118,7 +118,7 @@ _Ranges = Sequence[tuple[int, int]]
 
 
 def _draw_region(
-    out: Tensor, sizes: Sequence[int], ranges: Sequence[_Ranges], first: int, keys: tuple[int, int]
+    out: Tensor, sizes: Sequence[int], ranges: Sequence[_Ranges], offset: int, keys: tuple[int, int]
 ) -> None:
     """Fill ``out``, a region, with bits whose counters are those of the whole value of ``sizes``.
 
@@ -130,24 +130,24 @@ def _draw_region(
     while inner and math.prod(out.shape[inner - 1 :]) <= chunk:
         inner -= 1
     strides = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
-    rows = _offsets(ranges[:inner], strides[:inner], out.device) + first
+    rows = _offsets(ranges[:inner], strides[:inner], out.device) + offset
     columns = _offsets(ranges[inner:], strides[inner:], out.device)
     table = out.view(len(rows), len(columns))
     across, down = min(len(columns), chunk), max(1, chunk // max(len(columns), 1))
     scratch = torch.empty(across * min(down, len(rows)), dtype=torch.int32, device=out.device)
     # Only if counters of the value differ in their upper halves must these be computed per element.
-    far = first >> 32 != (first + math.prod(sizes) - 1) >> 32
+    far = offset >> 32 != (offset + math.prod(sizes) - 1) >> 32
     low = rows.to(torch.int32), columns.to(torch.int32)  # int32 sums wrap, as intended
     for top in range(0, len(rows), down):
         for left in range(0, len(columns), across):
-            here, there = slice(top, top + down), slice(left, left + across)
-            x = table[here, there]
-            torch.add(low[0][here, None], low[1][None, there], out=x)
-            other: Any = _signed(keys[1] + (first >> 32) * _HIGH)
+            row_slice, column_slice = slice(top, top + down), slice(left, left + across)
+            x = table[row_slice, column_slice]
+            torch.add(low[0][row_slice, None], low[1][None, column_slice], out=x)
+            second_key: Any = _signed(keys[1] + (offset >> 32) * _HIGH)
             if far:
-                high = (rows[here, None] + columns[None, there]) >> 32
-                other = high.mul_(_HIGH).add_(keys[1]).to(torch.int32).view(-1)
-            _hash(x.view(-1), scratch[: x.numel()], keys[0], other)
+                high = (rows[row_slice, None] + columns[None, column_slice]) >> 32
+                second_key = high.mul_(_HIGH).add_(keys[1]).to(torch.int32).view(-1)
+            _hash(x.view(-1), scratch[: x.numel()], keys[0], second_key)
             if _without_data(out):
                 return
 

@@ -17,16 +17,16 @@ def replace_devices(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.device):
         return value if value.type == "meta" else device
     if isinstance(value, (list, tuple)):
-        return type(value)(replace_devices(each, device) for each in value)
+        return type(value)(replace_devices(item, device) for item in value)
     if isinstance(value, dict):
-        return {key: replace_devices(each, device) for key, each in value.items()}
+        return {key: replace_devices(item, device) for key, item in value.items()}
     return value
 
 
 def copy_to_device(graph: fx.Graph, device: torch.device) -> fx.Graph:
     """Return a copy of captured code whose operators make their tensors on a device; node names stay."""
-    made, values = fx.Graph(), dict[fx.Node, fx.Node]()
-    made.output(made.graph_copy(graph, values))
-    for node in made.nodes:
+    copy, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy.output(copy.graph_copy(graph, values))
+    for node in copy.nodes:
         node.args, node.kwargs = replace_devices(node.args, device), replace_devices(node.kwargs, device)
-    return made
+    return copy

@@ -105,15 +105,15 @@ def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
         layers: int, p: float, train: bool, bidirectional: bool, batch_first: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         directions = 2 if bidirectional else 1
-        each = len(weights) // layers
+        weight_count = len(weights) // layers
         single = isinstance(hx, Tensor)
         states: list[tuple[Tensor, ...]] = []
         for layer in range(layers):
             rows = slice(layer * directions, (layer + 1) * directions)
-            first = hx[rows] if single else tuple(h[rows] for h in hx)
-            own = weights[layer * each : (layer + 1) * each]
-            x, *last = function(x, first, own, biases, 1, 0.0, train, bidirectional, batch_first)
-            states.append(tuple(last))
+            state = hx[rows] if single else tuple(h[rows] for h in hx)
+            layer_weights = weights[layer * weight_count : (layer + 1) * weight_count]
+            x, *new_state = function(x, state, layer_weights, biases, 1, 0.0, train, bidirectional, batch_first)
+            states.append(tuple(new_state))
             if layer < layers - 1:
                 x = dropout(part, salt + layer, batch_dim, x, p, train)
         return (x, *(torch.cat(s) for s in zip(*states, strict=True)))

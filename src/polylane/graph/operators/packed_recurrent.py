@@ -60,25 +60,25 @@ class PackedRecurrent:
             order = order.to(x.device)
         states = [hx] if isinstance(hx, Tensor) else list(hx)
         if order is not None:
-            x, states = x.index_select(0, order), [each.index_select(1, order) for each in states]
+            x, states = x.index_select(0, order), [state.index_select(1, order) for state in states]
         keyed = salt is not None and train and p > 0
         runs, own_p = (layers, 0.0) if keyed else (1, p)
-        each, wide = len(weights) // runs, states[0].shape[0] // runs
-        last: list[list[Tensor]] = []
+        weight_count, wide = len(weights) // runs, states[0].shape[0] // runs
+        final_states: list[list[Tensor]] = []
         for run in range(runs):
             data, sizes = torch._pack_padded_sequence(x, ends, True)
-            own = [state[run * wide : (run + 1) * wide] for state in states]
-            given = own[0] if isinstance(hx, Tensor) else own
-            of_run = weights[run * each : (run + 1) * each]
-            data, *ended = function(data, sizes, given, of_run, biases, layers // runs, own_p, train, bidirectional)
-            last.append(ended)
+            run_states = [state[run * wide : (run + 1) * wide] for state in states]
+            run_hx = run_states[0] if isinstance(hx, Tensor) else run_states
+            of_run = weights[run * weight_count : (run + 1) * weight_count]
+            data, *result = function(data, sizes, run_hx, of_run, biases, layers // runs, own_p, train, bidirectional)
+            final_states.append(result)
             x = torch._pad_packed_sequence(data, sizes, True, 0.0, x.shape[1])[0]
             if run < runs - 1:
                 # In the batch's own order: the numbers belong to samples.
                 x = x if back is None else x.index_select(0, back)
                 x = dropout(part, (salt or 0) + run, 0, x, p, train)
                 x = x if order is None else x.index_select(0, order)
-        states = [torch.cat(of_layers) for of_layers in zip(*last, strict=True)]
+        states = [torch.cat(of_layers) for of_layers in zip(*final_states, strict=True)]
         if back is not None:
             x, states = x.index_select(0, back), [state.index_select(1, back) for state in states]
         return (x, *states)

@@ -62,9 +62,9 @@ class _KeyedRandomMode(TorchDispatchMode):
         shape = args[0].shape if isinstance(args[0], Tensor) else next(a for a in args if isinstance(a, (list, tuple)))
         # torch leaves out last arguments that have their default value.
         left_out = [a.default_value for a in func._schema.arguments[len(args) :] if not a.kwarg_only]
-        given = {key: value for key, value in kwargs.items() if key != "generator" and value is not None}
+        options = {key: value for key, value in kwargs.items() if key != "generator" and value is not None}
         draw = KEYED[_IN_PLACE.get(op, op)]
-        numbers = draw(self._part, self._salt(), _sample_dim(self._part, shape), *args, *left_out, **given)
+        numbers = draw(self._part, self._salt(), _sample_dim(self._part, shape), *args, *left_out, **options)
         return args[0].copy_(numbers) if op in _IN_PLACE else numbers
 
     def _salt(self) -> int:
@@ -79,8 +79,8 @@ class _SyncBatchNormMode(TorchFunctionMode):
         self._part = part
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.batch_norm and (given := batch_norm_arguments(args, kwargs))["training"]:
-            return batch_norm(self._part, given.pop("input"), **given)
+        if func is functional.batch_norm and (arguments := batch_norm_arguments(args, kwargs))["training"]:
+            return batch_norm(self._part, arguments.pop("input"), **arguments)
         return func(*args, **(kwargs or {}))
 
 

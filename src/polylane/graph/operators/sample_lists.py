@@ -42,9 +42,9 @@ class SampleList(Tensor):
             rows: their checksums; None: to be computed.
         """
         rows = torch.tensor([_checksum(entry) for entry in entries]) if rows is None else rows
-        made = rows.as_subclass(SampleList)
-        made.entries, made.kind = list(entries), kind
-        return made
+        sample_list = rows.as_subclass(SampleList)
+        sample_list.entries, sample_list.kind = list(entries), kind
+        return sample_list
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,11 +56,11 @@ class SampleList(Tensor):
         follow = _FOLLOWED.get(func)
         if follow is None or not isinstance(result, Tensor) or not result.dim():
             return result
-        own, rows = args[0], result.as_subclass(Tensor)
-        entries = follow(own.entries, *args[1:])
-        if rows.device != own.device:
+        sample_list, rows = args[0], result.as_subclass(Tensor)
+        entries = follow(sample_list.entries, *args[1:])
+        if rows.device != sample_list.device:
             entries = _map_tensors(entries, lambda tensor: tensor.to(rows.device))
-        return SampleList.of(entries, own.kind, rows)
+        return SampleList.of(entries, sample_list.kind, rows)
 
     def __deepcopy__(self, memo: Any) -> SampleList:
         return SampleList.of(copy.deepcopy(self.entries, memo), self.kind, self.as_subclass(Tensor).clone())
@@ -78,9 +78,9 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        return cast(Any, type(value))({key: _map_tensors(each, change) for key, each in value.items()})
+        return cast(Any, type(value))({key: _map_tensors(item, change) for key, item in value.items()})
     if isinstance(value, list | tuple):
-        parts = [_map_tensors(each, change) for each in value]
+        parts = [_map_tensors(item, change) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
@@ -108,31 +108,31 @@ _FOLLOWED: Mapping[Any, Callable[..., list[Any]]] = {
 }
 
 
-def _checksum(entry: Any, before: int = 0) -> int:
+def _checksum(entry: Any, checksum: int = 0) -> int:
     """Return a number for the names, the values and the form of an entry, the same in every process.
 
     Args:
         entry: nested mappings, lists and tuples of tensors, arrays and plain values; of other objects only types count.
-        before: the number of what stands before it.
+        checksum: the number of what stands before it.
     """
     if isinstance(entry, Mapping):
         for key, value in entry.items():
-            before = _checksum(value, _checksum(key, before))
-        return zlib.crc32(b"mapping", before)
+            checksum = _checksum(value, _checksum(key, checksum))
+        return zlib.crc32(b"mapping", checksum)
     if isinstance(entry, list | tuple):
         for part in entry:
-            before = _checksum(part, before)
-        return zlib.crc32(b"list of %d" % len(entry), before)
+            checksum = _checksum(part, checksum)
+        return zlib.crc32(b"list of %d" % len(entry), checksum)
     if isinstance(entry, Tensor):
         dense = entry.detach() if entry.layout is torch.strided else entry.detach().to_dense()
         plain = dense.cpu().resolve_conj().resolve_neg().contiguous()
         content = plain.reshape(-1).view(torch.uint8).numpy().data
-        return zlib.crc32(content, zlib.crc32(repr((entry.dtype, *entry.shape)).encode(), before))
+        return zlib.crc32(content, zlib.crc32(repr((entry.dtype, *entry.shape)).encode(), checksum))
     if isinstance(entry, np.ndarray | np.generic) and not entry.dtype.hasobject:
-        return zlib.crc32(entry.tobytes(), zlib.crc32(repr((entry.dtype, *entry.shape)).encode(), before))
+        return zlib.crc32(entry.tobytes(), zlib.crc32(repr((entry.dtype, *entry.shape)).encode(), checksum))
     # What an object shows may be its address.
     shown = repr(entry) if type(entry) in _PLAIN else type(entry).__qualname__
-    return zlib.crc32(shown.encode(errors="surrogatepass"), before)
+    return zlib.crc32(shown.encode(errors="surrogatepass"), checksum)
 
 
 def group_samples(batch: Any) -> Any:
@@ -151,8 +151,8 @@ def group_samples(batch: Any) -> Any:
     kinds = {isinstance(part[0], Mapping) for part in lists}
     if len(kinds) < 2 or any(_count(part) != len(lists[0]) for part in parts):
         return batch
-    made = [SampleList.of(part, type(part)) if is_sample_list(part) else part for part in parts]
-    return cast(Any, type(batch))(dict(zip(names, made, strict=True)) if names else made)
+    new_parts = [SampleList.of(part, type(part)) if is_sample_list(part) else part for part in parts]
+    return cast(Any, type(batch))(dict(zip(names, new_parts, strict=True)) if names else new_parts)
 
 
 def ungroup_samples(leaf: Any) -> Any:

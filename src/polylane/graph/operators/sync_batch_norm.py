@@ -38,11 +38,11 @@ class SyncStatistics(torch.autograd.Function):
         # In float64, because the variance is a difference of large numbers: mean of squares minus squared mean.
         sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
         # Weight 0: padding samples take part in the collective, and count for nothing.
-        own = None
+        moments = None
         if part.weight:
-            own = [each.double() for each in reversed(torch.var_mean(x, dims, correction=0))]
-            sums[:channels] = own[0] * count
-            sums[channels:-1] = (own[1] + own[0] * own[0]) * count
+            moments = [moment.double() for moment in reversed(torch.var_mean(x, dims, correction=0))]
+            sums[:channels] = moments[0] * count
+            sums[channels:-1] = (moments[1] + moments[0] * moments[0]) * count
             sums[-1] = count
         part.sum_replicas(sums)
         total = sums[-1]
@@ -52,7 +52,7 @@ class SyncStatistics(torch.autograd.Function):
         # Where the difference loses more digits than values of this precision have: squares around the common mean.
         # All replicas have the same sums, so that all decide alike.
         if x.dtype is torch.float64 and bool((mean * mean > _CANCELS * (variance + eps)).any()):
-            squares = torch.zeros_like(mean) if own is None else (own[1] + (own[0] - mean).square()) * count
+            squares = torch.zeros_like(mean) if moments is None else (moments[1] + (moments[0] - mean).square()) * count
             part.sum_replicas(squares)
             variance = squares / total
         shape = [1, channels] + [1] * (x.dim() - 2)
@@ -139,21 +139,21 @@ def _require_values(part: SampleSlice, count: int) -> None:
 
 def sync_batch_norms(graph: fx.Graph, part: fx.Node) -> bool:
     """Make training batch normalizations see all replicas; return whether there was any."""
-    found = False
+    is_any = False
     for node in graph.nodes:
-        own = getattr(node.target, "own", None)
-        found = found or (own is not None and own.normalizes)  # the user's own Python, synchronized by its context
+        call = getattr(node.target, "own", None)
+        is_any = is_any or (call is not None and call.normalizes)  # the user's own Python, synchronized by its context
         if node.op == "call_function" and str(node.target) == "aten.batch_norm.default" and node.args[5]:
             node.meta["op"] = str(node.target)
-            node.target, node.args, found = batch_norm, (part, *node.args), True
-    return found
+            node.target, node.args, is_any = batch_norm, (part, *node.args), True
+    return is_any
 
 
 def batch_norm_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the arguments of a call of torch.nn.functional.batch_norm by name, defaults included."""
-    given = _BATCH_NORM.bind(*args, **(kwargs or {}))
-    given.apply_defaults()
-    return given.arguments
+    binding = _BATCH_NORM.bind(*args, **(kwargs or {}))
+    binding.apply_defaults()
+    return binding.arguments
 
 
 _BATCH_NORM = inspect.signature(functional.batch_norm)

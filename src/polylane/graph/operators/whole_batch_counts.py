@@ -42,14 +42,14 @@ class WholeBatchStatistic:
         self.combine = combine
         self.key = ""  # the node's user-facing name, set by samples/counts.py
 
-    def __call__(self, part: SampleSlice, own: Any) -> Any:
+    def __call__(self, part: SampleSlice, local_value: Any) -> Any:
         """Return the whole batch's value.
 
         Args:
             part: the local samples; its ``whole`` gives the value, unless they are the whole batch.
-            own: the same statistic over the local samples alone.
+            local_value: the same statistic over the local samples alone.
         """
-        return own if part.whole is None else part.whole(self.key, own)
+        return local_value if part.whole is None else part.whole(self.key, local_value)
 
 
 class BatchSize(SymbolicSize):

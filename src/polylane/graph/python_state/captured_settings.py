@@ -43,37 +43,37 @@ class CapturedSettings:
     ) -> None:
         self._training = training
         named, of_losses = list(model.named_modules()), modules_of_losses(losses)
-        every = [*named, *of_losses]
+        modules = [*named, *of_losses]
         self._paths = [path for path, _ in named]
         self._inside = [module for _, module in named]
         self._others = [module for _, module in of_losses]
-        self._children = [(path, module, tuple(module._modules.values())) for path, module in every]
+        self._children = [(path, module, tuple(module._modules.values())) for path, module in modules]
         self._slots = [
             (module._parameters, key, f"{path}.{key}" if path else key)
-            for path, module in every
+            for path, module in modules
             for key, value in module._parameters.items()
             if value is not None
         ]
-        self._parameters = [own[key] for own, key, _ in self._slots]
+        self._parameters = [table[key] for table, key, _ in self._slots]
         self._modes, self._gradients = self._modes_now(), self._gradients_now()
         # The graph reads them at every step, wherever else the user keeps them: an LSTM has its weights in a list.
         read = {
-            id(tensor) for _, module in every for tensor in (*module._parameters.values(), *module._buffers.values())
+            id(tensor) for _, module in modules for tensor in (*module._parameters.values(), *module._buffers.values())
         }
         self.watched = WatchList(effects, leaves, read)
-        for path, module in every:
+        for path, module in modules:
             self.watched.module(path, module)
         functions = [loss for loss in losses if not isinstance(loss, nn.Module)]
-        for place in find_python_names(every, functions, None if effects is None else effects.functions_run):
-            if place.path is None:
-                self.watched.watch_name(place)
+        for name in find_python_names(modules, functions, None if effects is None else effects.functions_run):
+            if name.path is None:
+                self.watched.watch_name(name)
 
     def _modes_now(self) -> list[bool]:
         # A capture puts the whole model into its mode; submodules that the user froze in another mode keep theirs.
-        inside = [module.training for module in self._inside]
-        if inside[0] is not self._training:
-            inside = [self._training] * len(inside)
-        return inside + [module.training for module in self._others]
+        modes = [module.training for module in self._inside]
+        if modes[0] is not self._training:
+            modes = [self._training] * len(modes)
+        return modes + [module.training for module in self._others]
 
     def _gradients_now(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]
@@ -87,15 +87,15 @@ class CapturedSettings:
         for path, module, children in self._children:
             if tuple(module._modules.values()) != children:
                 raise PolylaneError(_describe_replaced(path, module, children))
-        for (own, key, label), parameter in zip(self._slots, self._parameters, strict=True):
-            if own.get(key) is not parameter:
+        for (table, key, label), parameter in zip(self._slots, self._parameters, strict=True):
+            if table.get(key) is not parameter:
                 raise PolylaneError(
                     f"{label} was replaced by another parameter after the training was prepared, which no optimizer "
                     f"knows: write into the one that is there, {label}.data.copy_(values)"
                 )
         if self._modes_now() != self._modes:
-            now, paths = self._modes_now(), [*self._paths, *["loss"] * len(self._others)]
-            at = next(i for i, (a, b) in enumerate(zip(now, self._modes, strict=True)) if a is not b)
+            modes, paths = self._modes_now(), [*self._paths, *["loss"] * len(self._others)]
+            at = next(i for i, (a, b) in enumerate(zip(modes, self._modes, strict=True)) if a is not b)
             return f"{paths[at] or 'the model'}.training"
         if self._gradients_now() != self._gradients:
             return f"{self.changed_requires_grad()[0]}.requires_grad"
@@ -130,12 +130,12 @@ class CapturedSettings:
     def changed_requires_grad(self) -> list[str]:
         """Return names of the parameters whose ``requires_grad`` has changed."""
         pairs = zip(self._slots, self._gradients_now(), self._gradients, strict=True)
-        return [label for (_, _, label), now, before in pairs if now is not before]
+        return [label for (_, _, label), flag, old_flag in pairs if flag is not old_flag]
 
 
-def _describe_replaced(path: str, module: nn.Module, before: Sequence[Any]) -> str:
-    now = list(module._modules.items())
-    key = next((k for i, (k, m) in enumerate(now) if i >= len(before) or m is not before[i]), "")
+def _describe_replaced(path: str, module: nn.Module, old_children: Sequence[Any]) -> str:
+    children = list(module._modules.items())
+    key = next((k for i, (k, m) in enumerate(children) if i >= len(old_children) or m is not old_children[i]), "")
     name = ".".join(part for part in (path, key) if part) or "the model"
     return (
         f"{name} was replaced by another module after the training was prepared: build the model with both, and let an "

@@ -55,23 +55,23 @@ def _original_module(module: Any) -> Any:
 
 
 def _use_originals(module: nn.Module) -> list[str]:
-    found = []
-    for path, each in list(module.named_modules()):
-        if _original_module(each) is not each:
+    names = []
+    for path, submodule in list(module.named_modules()):
+        if _original_module(submodule) is not submodule:
             continue
         path = path.replace("_orig_mod.", "")
-        for name, child in each._modules.items():
+        for name, child in submodule._modules.items():
             if (plain := _original_module(child)) is not child:
-                each._modules[name] = plain
-                found.append(f"{path}.{name}" if path else name)
-        if getattr(each, "_compiled_call_impl", None) is not None:  # by module.compile()
-            each._compiled_call_impl = None
-            found.append(path)
-        for name, value in list(vars(each).items()):
+                submodule._modules[name] = plain
+                names.append(f"{path}.{name}" if path else name)
+        if getattr(submodule, "_compiled_call_impl", None) is not None:  # by module.compile()
+            submodule._compiled_call_impl = None
+            names.append(path)
+        for name, value in list(vars(submodule).items()):
             if isinstance(value, types.FunctionType) and (plain := getattr(value, _ORIGINAL, None)) is not None:
-                vars(each)[name] = plain
-                found.append(f"{path}.{name}" if path else name)
-    return found
+                vars(submodule)[name] = plain
+                names.append(f"{path}.{name}" if path else name)
+    return names
 
 
 def describe_left_out(model: nn.Module, loss: Any, functions_run: Collection[types.CodeType] = ()) -> list[str]:
@@ -82,8 +82,8 @@ def describe_left_out(model: nn.Module, loss: Any, functions_run: Collection[typ
         functions_run: code of the functions that ran in the loss, those of torch's own among them.
     """
     file = getattr(sys.modules.get(_WRAPPER), "__file__", "")
-    inside = any(code.co_name == "compile_wrapper" and code.co_filename == file for code in functions_run)
+    has_compiled = any(code.co_name == "compile_wrapper" and code.co_filename == file for code in functions_run)
     names = [name or "the model" for name in compiled_parts(model)]
     names += [f"loss.{name}" if name else "loss" for name in compiled_parts(loss)]
-    names = [*dict.fromkeys(names), *(["functions in forward or loss"] if inside else [])]
+    names = [*dict.fromkeys(names), *(["functions in forward or loss"] if has_compiled else [])]
     return [f"torch.compile is left out, and the original runs: {', '.join(names)}"] if names else []

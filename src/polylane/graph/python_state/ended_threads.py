@@ -19,6 +19,6 @@ def wait_gone(native_ids: Iterable[int | None]) -> None:
         native_ids: numbers that the system gave the threads, all of which have been joined.
     """
     deadline = time.monotonic() + MOST_SECONDS
-    for each in native_ids:
-        while os.path.exists(f"/proc/self/task/{each}") and time.monotonic() < deadline:
+    for native_id in native_ids:
+        while os.path.exists(f"/proc/self/task/{native_id}") and time.monotonic() < deadline:
             time.sleep(1e-4)

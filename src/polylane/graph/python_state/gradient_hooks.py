@@ -57,19 +57,19 @@ def hooked_names(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
 
 def copy_hooks(model: nn.Module, copied: nn.Module) -> None:
     """Give the parameters of a deep copy the gradient hooks of the model's own, which copy.deepcopy leaves out."""
-    for own, other in zip(model.parameters(), copied.parameters(), strict=True):
-        if own is not other and has_gradient_hooks(own):
-            _put_hooks(other, (_users_hooks(own._backward_hooks), _users_hooks(own._post_accumulate_grad_hooks)))
+    for tensor, copy in zip(model.parameters(), copied.parameters(), strict=True):
+        if tensor is not copy and has_gradient_hooks(tensor):
+            _put_hooks(copy, (_users_hooks(tensor._backward_hooks), _users_hooks(tensor._post_accumulate_grad_hooks)))
 
 
 def _take_hooks(tensor: Tensor) -> Hooks:
     """Empty torch's own dictionaries: autograd goes on calling what is in one that was replaced."""
-    taken = dict[Any, Any](), dict[Any, Any]()
-    for kind, into in zip(_KINDS, taken, strict=True):
+    hooks = dict[Any, Any](), dict[Any, Any]()
+    for kind, into in zip(_KINDS, hooks, strict=True):
         into.update(_users_hooks(getattr(tensor, kind)))
         for key in into:
             del getattr(tensor, kind)[key]
-    return taken
+    return hooks
 
 
 def _put_hooks(tensor: Tensor, hooks: Hooks) -> None:
@@ -109,7 +109,7 @@ class GradientHooks:
 
     def run(
         self,
-        held: Mapping[str, nn.Parameter],
+        tensors: Mapping[str, nn.Parameter],
         seed: int,
         step: int,
         earlier: Mapping[str, Tensor | None] | None = None,
@@ -117,7 +117,7 @@ class GradientHooks:
         """Run the hooks that are off on the gradients of parameters, which are complete.
 
         Args:
-            held: by name, the parameters whose gradients they are: those of :attr:`parameters`, or what an optimizer
+            tensors: by name, the parameters whose gradients they are: those of :attr:`parameters`, or what an optimizer
                 has in their place, in the same shape.
             seed: seed of the training.
             step: number of the step; with the seed it determines what random numbers hooks draw.
@@ -126,40 +126,40 @@ class GradientHooks:
         Raises:
             PolylaneError: a hook raised, or is on a parameter that the plan has cut.
         """
-        hooked = [name for name in self.taken if name in held and held[name].grad is not None]
+        hooked = [name for name in self.taken if name in tensors and tensors[name].grad is not None]
         if not hooked:
             return
         for name in hooked:
-            if name in self.shapes and tuple(held[name].shape) != tuple(self.shapes[name]):
+            if name in self.shapes and tuple(tensors[name].shape) != tuple(self.shapes[name]):
                 raise PolylaneError(
                     f"a hook on the gradient of {name} was registered after the training was prepared, and the plan "
                     f"cuts {name} into parts: register it before"
                 )
-        gradients, running = [held[name].grad for name in hooked], [hooked[0]]
+        gradients, running = [tensors[name].grad for name in hooked], [hooked[0]]
         for name in hooked:
-            held[name].grad = (earlier or {}).get(name)
-            before, after = self.taken[name]
+            tensors[name].grad = (earlier or {}).get(name)
+            hooks, post_hooks = self.taken[name]
             _put_hooks(
-                held[name],
+                tensors[name],
                 (
-                    {_SEED: _make_seeding(f"{seed} {step} {name}", partial(running.__setitem__, 0, name)), **before},
-                    after,
+                    {_SEED: _make_seeding(f"{seed} {step} {name}", partial(running.__setitem__, 0, name)), **hooks},
+                    post_hooks,
                 ),
             )
         try:
             # Autograd calls them itself, in a backward pass that consists of these parameters alone.
             with torch.random.fork_rng(devices=[]):
-                torch.autograd.backward([held[name] for name in hooked], gradients)
+                torch.autograd.backward([tensors[name] for name in hooked], gradients)
         except PolylaneError:
             raise
         except Exception as error:
-            said = " ".join(str(error).split()) or "no message"
+            message = " ".join(str(error).split()) or "no message"
             raise PolylaneError(
-                f"a hook on the gradient of {running[0]} raised {type(error).__name__}: {said}"
+                f"a hook on the gradient of {running[0]} raised {type(error).__name__}: {message}"
             ) from error
         finally:
             for name in hooked:
-                self.taken[name] = _take_hooks(held[name])
+                self.taken[name] = _take_hooks(tensors[name])
                 self.taken[name][0].pop(_SEED)
 
 

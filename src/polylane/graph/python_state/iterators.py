@@ -42,8 +42,8 @@ def copy_iterator(value: Any) -> Any:
     parts = parts_of_iterator(value)
     if parts is None:
         return value
-    make, given, *state = parts
-    copied = make(*map(_copy_inner, given))
+    make, arguments, *state = parts
+    copied = make(*map(_copy_inner, arguments))
     if state and state[0] is not None:
         state = [tuple(map(_copy_inner, state[0])) if isinstance(state[0], tuple) else state[0]]
         if make is itertools.cycle:  # which appends to its own list of what it has given
@@ -71,13 +71,13 @@ def digest_parts(value: Any) -> tuple[Any, ...] | None:
 
 def find_forward_only(value: Any) -> Any:
     """Return an iterator in a value, however deep, that cannot be put back; None where there is none."""
-    pending, seen = [value], dict[int, Any]()
-    while pending and len(seen) < MOST_VALUES:
+    pending, visited = [value], dict[int, Any]()
+    while pending and len(visited) < MOST_VALUES:
         value = pending.pop()
         if isinstance(value, FORWARD_ONLY):
             return value
-        if type(value) not in PLAIN and id(value) not in seen:
-            seen[id(value)] = value
+        if type(value) not in PLAIN and id(value) not in visited:
+            visited[id(value)] = value
             parts = parts_of_iterator(value) if is_built_in_iterator(value) else None
             pending += children_of(value) if parts is None else parts[1:]
     return None

@@ -27,8 +27,8 @@ def copy_module(module: nn.Module, shared: dict[int, Any] | None = None) -> nn.M
         Exception: the module has a ``__deepcopy__`` of its own, which raised.
     """
     memo = dict(shared or {})
-    for each in module.modules():
-        for name, value in vars(each).items():
+    for submodule in module.modules():
+        for name, value in vars(submodule).items():
             if name not in _TORCHS:
                 memo |= _values_of_computed(value)
     try:
@@ -46,13 +46,13 @@ def _values_of_computed(value: Any) -> dict[int, Any]:
 
 
 def _uncopyable(module: nn.Module) -> dict[int, Any]:
-    found: dict[int, Any] = {}
-    for each in module.modules():
-        for name, value in vars(each).items():
+    values: dict[int, Any] = {}
+    for submodule in module.modules():
+        for name, value in vars(submodule).items():
             if name in _TORCHS or isinstance(value, Tensor):
                 continue
             try:
                 copy.deepcopy(value)
             except Exception:
-                found[id(value)] = value
-    return found
+                values[id(value)] = value
+    return values

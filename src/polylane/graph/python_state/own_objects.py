@@ -68,8 +68,8 @@ def innermost_line(frames: Iterable[tuple[str, Any]]) -> str:
     users = [(file, line) for file, line in frames if is_users(file)]
     if not users:
         return ""
-    (file, line), own = users[-1], [f"{file}:{line}" for file, line in users if is_project_file(file)]
-    return f"{file}:{line}, called from {own[-1]}" if own and not is_project_file(file) else f"{file}:{line}"
+    (file, line), lines = users[-1], [f"{file}:{line}" for file, line in users if is_project_file(file)]
+    return f"{file}:{line}, called from {lines[-1]}" if lines and not is_project_file(file) else f"{file}:{line}"
 
 
 def is_own_or_installed(file: str) -> bool:
@@ -86,13 +86,13 @@ def file_of(kind: type) -> str:
 
 def names_in_code(code: types.CodeType) -> set[str]:
     """Return the names that occur in a function, and in functions defined inside it."""
-    found = {*code.co_names, *code.co_freevars, *code.co_cellvars}
+    names = {*code.co_names, *code.co_freevars, *code.co_cellvars}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= names_in_code(constant)
+            names |= names_in_code(constant)
         elif isinstance(constant, str):
-            found.add(constant)  # a name in a string: getattr(self, "calls")
-    return found
+            names.add(constant)  # a name in a string: getattr(self, "calls")
+    return names
 
 
 def is_of_project_class(value: Any) -> bool:
@@ -211,5 +211,5 @@ def slots_of(value: Any) -> dict[str, Any]:
     """Return the attributes that an object keeps in slots."""
     tables = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
     names = [name for slots in tables for name in ((slots,) if isinstance(slots, str) else slots)]
-    own = [name for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
-    return {name: getattr(value, name) for name in own}
+    attributes = [name for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
+    return {name: getattr(value, name) for name in attributes}

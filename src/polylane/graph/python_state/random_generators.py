@@ -29,8 +29,8 @@ def restore_generators(saved: States) -> None:
     _restore_python(*saved[1:])
 
 
-def _restore_python(own: Any, numpy: Any = None) -> None:
-    random.setstate(own)
+def _restore_python(state: Any, numpy: Any = None) -> None:
+    random.setstate(state)
     if numpy is not None:
         sys.modules["numpy"].random.set_state(numpy)
 
@@ -55,11 +55,11 @@ def states_equal(a: States, b: States) -> bool:
 
 def generators_drawn_from(a: States, b: States) -> list[str]:
     """Return which generators, Python's or numpy's, were drawn from between two calls of :func:`generator_states`."""
-    found = [] if a[1] == b[1] else ["Python's random"]
+    generators = [] if a[1] == b[1] else ["Python's random"]
     # numpy's state is (name, keys, position, ...): position and keys change with every draw.
     if len(a) > 2 and len(b) > 2 and not (a[2][2] == b[2][2] and bool((a[2][1] == b[2][1]).all())):
-        found.append("numpy.random")
-    return found
+        generators.append("numpy.random")
+    return generators
 
 
 @contextmanager

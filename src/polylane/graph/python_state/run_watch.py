@@ -81,7 +81,7 @@ class RunWatch:
 
     @contextmanager
     def profiling(self) -> Iterator[None]:
-        other, opens = sys.getprofile(), io.open
+        profiler, opens = sys.getprofile(), io.open
 
         @functools.wraps(opens)
         def watched_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
@@ -94,18 +94,18 @@ class RunWatch:
             with patch.object(io, "open", watched_open), patch.object(builtins, "open", watched_open):
                 yield
         finally:
-            if other is None or callable(other):
-                sys.setprofile(other)
+            if profiler is None or callable(profiler):
+                sys.setprofile(profiler)
             else:  # cProfile: getprofile returns an object that can only enable itself
                 sys.setprofile(None)
-                other.enable()
+                profiler.enable()
 
     def _on_event(self, frame: types.FrameType, event: str, function: Any) -> None:
         if event == "c_call":  # clocks are C functions
             clock = _clock_name(function)
             if clock and self._is_watched(frame):
-                path, what = innermost_module(frame, self._paths), f"reads the clock, {clock}"
-                self.found.append(SideEffect(path, what, line_of_frame(frame), "clock"))
+                path, text = innermost_module(frame, self._paths), f"reads the clock, {clock}"
+                self.found.append(SideEffect(path, text, line_of_frame(frame), "clock"))
             if getattr(function, "__name__", "") in _NODE_HOOKS:
                 self._note_hook(frame)
         elif event == "call":
@@ -127,10 +127,10 @@ class RunWatch:
     def _note_hook(self, frame: types.FrameType) -> None:
         """Record the module that registers a hook in its forward, or has one of ``register_full_backward_hook``."""
         path, in_forward = innermost_module(frame, self._paths), not _is_torchs(frame)
-        what = "registers a hook on a gradient in its forward" if in_forward else "has a hook on its backward pass"
+        text = "registers a hook on a gradient in its forward" if in_forward else "has a hook on its backward pass"
         line = line_of_frame(frame) if in_forward else _line_of_hooks(frame)
         if not any(effect.kind == "hook" and effect.path == path for effect in self.found):
-            self.found.append(SideEffect(path, what, line, "hook"))
+            self.found.append(SideEffect(path, text, line, "hook"))
 
     def _is_watched(self, frame: types.FrameType) -> bool:
         file = frame.f_code.co_filename
@@ -166,7 +166,7 @@ def _line_of_hooks(frame: types.FrameType | None) -> str:
         frame = frame.f_back
     module = None if frame is None else frame.f_locals.get("self")
     hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()] if module is not None else []
-    code = next((each.__code__ for each in hooks if hasattr(each, "__code__")), None)
+    code = next((hook.__code__ for hook in hooks if hasattr(hook, "__code__")), None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 
@@ -188,9 +188,9 @@ def line_of_frame(frame: types.FrameType) -> str:
 def innermost_function(frame: types.FrameType | None) -> types.FunctionType | None:
     """Return the innermost function of a namespace that a frame belongs to, within the call of a module."""
     while frame is not None and frame.f_code is not CALL:
-        found = frame.f_globals.get(frame.f_code.co_name)
-        if isinstance(found, types.FunctionType) and found.__code__ is frame.f_code:
-            return found
+        function = frame.f_globals.get(frame.f_code.co_name)
+        if isinstance(function, types.FunctionType) and function.__code__ is frame.f_code:
+            return function
         frame = frame.f_back
     return None
 
@@ -210,12 +210,12 @@ CALL = nn.Module._call_impl.__code__
 @contextmanager
 def watch_backward() -> Iterator[list[bool]]:
     """Context manager: the yielded list gets an entry when autograd runs inside: whether into ``.grad``."""
-    own: Any = torch.autograd
-    backwards, noted = own._engine_run_backward, list[bool]()
+    autograd: Any = torch.autograd
+    backwards, noted = autograd._engine_run_backward, list[bool]()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         noted.append(bool(kwargs.get("accumulate_grad")))
         return backwards(*args, **kwargs)
 
-    with patch.object(own, "_engine_run_backward", run):
+    with patch.object(autograd, "_engine_run_backward", run):
         yield noted

@@ -21,12 +21,12 @@ _disable = autograd_graph.disable_saved_tensors_hooks
 @contextmanager
 def torch_func_allowed() -> Iterator[None]:
     """Context manager: transforms of torch.func set hooks on saved tensors aside instead of refusing them."""
-    before = torch.autograd.graph.disable_saved_tensors_hooks
+    original = torch.autograd.graph.disable_saved_tensors_hooks
     torch.autograd.graph.disable_saved_tensors_hooks = _set_aside
     try:
         yield
     finally:
-        torch.autograd.graph.disable_saved_tensors_hooks = before
+        torch.autograd.graph.disable_saved_tensors_hooks = original
 
 
 @contextmanager

@@ -65,9 +65,12 @@ class SideEffects:
 
     def merged_with(self, other: SideEffects) -> SideEffects:
         """Return these effects with the state that another run of the same model kept."""
-        kept = [effect for effect in other.found if effect.kind == "state"]
-        found, touched = dict.fromkeys((*self.found, *kept)), dict.fromkeys((*self.written_names, *other.written_names))
-        return replace(self, found=tuple(found), written_names=tuple(touched))
+        state_effects = [effect for effect in other.found if effect.kind == "state"]
+        effects, touched = (
+            dict.fromkeys((*self.found, *state_effects)),
+            dict.fromkeys((*self.written_names, *other.written_names)),
+        )
+        return replace(self, found=tuple(effects), written_names=tuple(touched))
 
 
 @dataclass
@@ -92,7 +95,7 @@ class _WatchedRun:
 
     def digests(self) -> dict[tuple[int, str], tuple[PythonName, Any]]:
         digests = StateDigests(self.torch_ids)
-        return {place.key: (place, digests.of(place.get())) for place in python_names_of(self.model, self.loss)}
+        return {name.key: (name, digests.of(name.get())) for name in python_names_of(self.model, self.loss)}
 
 
 def python_names_of(model: nn.Module, *losses: Any) -> list[PythonName]:
@@ -103,21 +106,21 @@ def python_names_of(model: nn.Module, *losses: Any) -> list[PythonName]:
 
 def modules_of_losses(losses: Sequence[Any]) -> list[tuple[str, nn.Module]]:
     """Return the modules of losses that are modules themselves, with paths that begin with "loss"."""
-    own = [pair for loss in losses if isinstance(loss, nn.Module) for pair in loss.named_modules()]
-    return [(f"loss.{path}" if path else "loss", module) for path, module in own]
+    modules = [pair for loss in losses if isinstance(loss, nn.Module) for pair in loss.named_modules()]
+    return [(f"loss.{path}" if path else "loss", module) for path, module in modules]
 
 
 def torch_object_ids(model: nn.Module, *losses: Any) -> frozenset[int]:
     """Return ids of modules, parameters and buffers: state that torch itself manages."""
     roots = [model, *(loss for loss in losses if isinstance(loss, nn.Module))]
-    return frozenset(id(each) for root in roots for each in (*root.modules(), *root.parameters(), *root.buffers()))
+    return frozenset(id(item) for root in roots for item in (*root.modules(), *root.parameters(), *root.buffers()))
 
 
 def find_side_effects(
     model: nn.Module,
     loss: Any,
     run: Callable[[], Any],
-    again: Callable[[], None],
+    restore: Callable[[], None],
     run_other: Callable[[], Any] | None = None,
 ) -> tuple[Any, SideEffects]:
     """Run a loss, and return what the first run returned, and the effects that were seen.
@@ -128,40 +131,40 @@ def find_side_effects(
         model: the user's model, which the loss calls.
         loss: the user's loss, a function or a module.
         run: performs one forward pass of the loss.
-        again: restores parameters, buffers and random states of GPUs.
+        restore: restores parameters, buffers and random states of GPUs.
         run_other: performs one on another batch of the same form, which may fail; None: there is none.
     """
     scene = _WatchedRun(model, loss)
-    before, random, watch = scene.digests(), generator_states(), RunWatch(scene.paths, model)
+    old_table, random, watch = scene.digests(), generator_states(), RunWatch(scene.paths, model)
     environment = dict(os.environ)
     with watch.profiling():
         result = run()
     set_keys = [key for key in {**environment, **os.environ} if environment.get(key) != os.environ.get(key)]
     drawn = generators_drawn_from(random, generator_states())
-    first = scene.digests()
+    table = scene.digests()
     # Up to two more runs from the same start: names that changed in the run before and change again are state.
-    touched = changing = _changed_names(before, first)
+    touched = changing = _changed_names(old_table, table)
     _refuse_forward_only(touched)
     for _ in range(2):
         if changing:
-            again()
+            restore()
             restore_generators(random)
             run()
-            now = scene.digests()
-            changing = [place for place in _changed_names(first, now) if place.key in {other.key for other in changing}]
-            first = now
-    changing += _find_state_of_batch(scene, touched, changing, first, again, run_other)
-    found = list(dict.fromkeys(watch.found))
-    found += [SideEffect("", f"writes the environment's {key}", "", "state") for key in set_keys]
+            digests = scene.digests()
+            changing = [name for name in _changed_names(table, digests) if name.key in {item.key for item in changing}]
+            table = digests
+    changing += _find_state_of_batch(scene, touched, changing, table, restore, run_other)
+    effects = list(dict.fromkeys(watch.found))
+    effects += [SideEffect("", f"writes the environment's {key}", "", "state") for key in set_keys]
     if changing or drawn:
-        again()
+        restore()
         restore_generators(random)
         tracer = _Tracer(scene, changing, drawn)
         with tracer.tracing():
             run()
-        found += _locate_effects(tracer, changing, drawn)
+        effects += _locate_effects(tracer, changing, drawn)
     read, files = tuple(dict.fromkeys(watch.environment)), tuple(dict.fromkeys(watch.files))
-    return result, SideEffects(tuple(found), tuple(touched), read, files, frozenset(watch.ran))
+    return result, SideEffects(tuple(effects), tuple(touched), read, files, frozenset(watch.ran))
 
 
 def _find_state_of_batch(
@@ -169,22 +172,22 @@ def _find_state_of_batch(
     touched: Sequence[PythonName],
     changing: Sequence[PythonName],
     settled: _Table,
-    again: Callable[[], None],
+    restore: Callable[[], None],
     run_other: Callable[[], Any] | None,
 ) -> list[PythonName]:
     """Return names that have settled on one batch, and that another batch changes once more: the last loss, say."""
-    known = {place.key for place in changing}
-    left = {place.key for place in touched} - known
-    if not left or run_other is None:
+    keys = {name.key for name in changing}
+    settled_keys = {name.key for name in touched} - keys
+    if not settled_keys or run_other is None:
         return []
-    again()
+    restore()
     try:
         run_other()
     except Exception:  # nobody has said that the loss holds for such a batch
         return []
-    changed = [place for place in _changed_names(settled, scene.digests()) if place.key in left]
+    changed = [name for name in _changed_names(settled, scene.digests()) if name.key in settled_keys]
     # A tensor in an attribute of a module is what it keeps of its last output, for somebody to look at.
-    return [place for place in changed if place.path is None or not isinstance(place.get(), Tensor)]
+    return [name for name in changed if name.path is None or not isinstance(name.get(), Tensor)]
 
 
 def _refuse_forward_only(touched: Sequence[PythonName]) -> None:
@@ -193,11 +196,11 @@ def _refuse_forward_only(touched: Sequence[PythonName]) -> None:
     Raises:
         PolylaneError: a generator, or the iterator of a DataLoader, went forward.
     """
-    for place in touched:
-        if (found := find_forward_only(place.get())) is not None:
-            what = "a generator" if isinstance(found, types.GeneratorType) else "the iterator of a DataLoader"
+    for name in touched:
+        if (iterator := find_forward_only(name.get())) is not None:
+            kind = "a generator" if isinstance(iterator, types.GeneratorType) else "the iterator of a DataLoader"
             raise PolylaneError(
-                f"{place.label} is {what}, which goes forward in the model or its loss: a capture runs these, and "
+                f"{name.label} is {kind}, which goes forward in the model or its loss: a capture runs these, and "
                 "cannot put it back; keep a list and a position in it, or give the loss what comes from it in the batch"
             )
 
@@ -205,10 +208,10 @@ def _refuse_forward_only(touched: Sequence[PythonName]) -> None:
 _Table = Mapping[tuple[int, str], tuple[PythonName, Any]]
 
 
-def _changed_names(before: _Table, after: _Table) -> list[PythonName]:
-    every = {**before, **after}
+def _changed_names(old_table: _Table, table: _Table) -> list[PythonName]:
+    entries = {**old_table, **table}
     absent = (0, MISSING)
-    return [place for key, (place, _) in every.items() if before.get(key, absent)[1] != after.get(key, absent)[1]]
+    return [name for key, (name, _) in entries.items() if old_table.get(key, absent)[1] != table.get(key, absent)[1]]
 
 
 # ---- locating effects ------------------------------------------------------------------------------------------------
@@ -216,19 +219,19 @@ def _changed_names(before: _Table, after: _Table) -> list[PythonName]:
 
 def _locate_effects(tracer: _Tracer, changing: Sequence[PythonName], drawn: Sequence[str]) -> list[SideEffect]:
     """Return what changed in a traced run after which line, in which module."""
-    found = []
-    for place in changing:
-        writers = tracer.wrote.get(place.key, [])
+    effects = []
+    for variable in changing:
+        writers = tracer.wrote.get(variable.key, [])
         # A leaf must contain everyone who reads or writes the state, or captured code would read a stale value.
-        everyone = {path for path, _ in writers} | tracer.readers(place)
-        path = _common_module(everyone or {place.path or ""}, tracer.called)
-        verb = "draws from" if type(place.get()).__name__ in ("Generator", "RandomState", "Random") else "writes"
-        label = place.label if place.kind != "attribute" or place.path is None else f"self.{place.name}"
-        found.append(SideEffect(path, f"{verb} {label}", writers[0][1] if writers else "", "state"))
+        everyone = {path for path, _ in writers} | tracer.readers(variable)
+        path = _common_module(everyone or {variable.path or ""}, tracer.called)
+        verb = "draws from" if type(variable.get()).__name__ in ("Generator", "RandomState", "Random") else "writes"
+        label = variable.label if variable.kind != "attribute" or variable.path is None else f"self.{variable.name}"
+        effects.append(SideEffect(path, f"{verb} {label}", writers[0][1] if writers else "", "state"))
     for name in drawn:
         for path, line in tracer.wrote.get((0, name), [("", "")]):
-            found.append(SideEffect(path, f"draws from {name}", line, "random", tracer.functions.get(line)))
-    return list(dict.fromkeys(found))
+            effects.append(SideEffect(path, f"draws from {name}", line, "random", tracer.functions.get(line)))
+    return list(dict.fromkeys(effects))
 
 
 class _Tracer:
@@ -247,23 +250,23 @@ class _Tracer:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        other = sys.gettrace()
+        tracer = sys.gettrace()
         self._state = self._read_state()
         sys.settrace(self._call)
         try:
             yield
         finally:
-            sys.settrace(other)
+            sys.settrace(tracer)
             self._note_changes()
 
     def _read_state(self) -> dict[tuple[int, str], Any]:
         digests = StateDigests(self._known)
-        found: dict[tuple[int, str], Any] = {place.key: digests.of(place.get()) for place in self._changing}
+        state: dict[tuple[int, str], Any] = {name.key: digests.of(name.get()) for name in self._changing}
         if self._drawn:
-            now = generator_states()
-            found[0, "Python's random"] = now[1]
-            found[0, "numpy.random"] = (now[2][2], now[2][1].tobytes()) if len(now) > 2 else None
-        return found
+            states = generator_states()
+            state[0, "Python's random"] = states[1]
+            state[0, "numpy.random"] = (states[2][2], states[2][1].tobytes()) if len(states) > 2 else None
+        return state
 
     def _note_changes(self) -> None:
         state = self._read_state()
@@ -292,23 +295,23 @@ class _Tracer:
             self._function = innermost_function(frame) if self._drawn else None
         return self._line
 
-    def readers(self, place: PythonName) -> set[str]:
+    def readers(self, name: PythonName) -> set[str]:
         """Return the modules in whose calls functions ran that mention a name."""
-        named = [(code, path) for code, path in self._ran if place.name in names_in_code(code)]
-        return {path for code, path in named if not self._names_own_attribute(code, path, place)}
+        named = [(code, path) for code, path in self._ran if name.name in names_in_code(code)]
+        return {path for code, path in named if not self._names_own_attribute(code, path, name)}
 
-    def _names_own_attribute(self, code: types.CodeType, path: str, place: PythonName) -> bool:
+    def _names_own_attribute(self, code: types.CodeType, path: str, name: PythonName) -> bool:
         """Return whether a function mentions the name only as an attribute of its own, other module, which has it."""
-        if place.path in (None, path) or place.name not in self._modules[path].__dict__ or not code.co_argcount:
+        if name.path in (None, path) or name.name not in self._modules[path].__dict__ or not code.co_argcount:
             return False
-        before = None
+        last_step = None
         for step in dis.get_instructions(code):
-            reads = step.argval == place.name and step.opname != "STORE_ATTR"  # writers are known already
-            of_itself = before is not None and before.argval == code.co_varnames[0]
+            reads = step.argval == name.name and step.opname != "STORE_ATTR"  # writers are known already
+            of_itself = last_step is not None and last_step.argval == code.co_varnames[0]
             if reads and not (step.opname in ("LOAD_ATTR", "LOAD_METHOD") and of_itself):
                 return False
             if step.opname not in ("COPY", "SWAP", "CACHE"):  # these come between self and the attribute
-                before = step
+                last_step = step
         return True
 
 

@@ -123,9 +123,9 @@ _RUNS = (types.FunctionType, staticmethod, classmethod, property, functools.part
 
 
 class _NameFinder:
-    def __init__(self, ran: Collection[types.CodeType] | None, everything: bool, inside: Collection[int]) -> None:
+    def __init__(self, ran: Collection[types.CodeType] | None, everything: bool, module_ids: Collection[int]) -> None:
         self.found: list[PythonName] = []
-        self._ran, self._everything, self._inside = ran, everything, inside
+        self._ran, self._everything, self._inside = ran, everything, module_ids
         self._follows = is_own_or_installed if everything else is_project_file
         self._seen: set[int] = set()
         self._keys: set[tuple[int, str]] = set()
@@ -133,15 +133,15 @@ class _NameFinder:
 
     # A name may be reached in several ways: keep the first label.
     def _add(self, owner: Any, name: str, label: str, kind: str, path: str | None = None) -> None:
-        place = PythonName(owner, name, label, kind, path)
-        if place.key not in self._keys:
-            self._keys.add(place.key)
-            self.found.append(place)
+        python_name = PythonName(owner, name, label, kind, path)
+        if python_name.key not in self._keys:
+            self._keys.add(python_name.key)
+            self.found.append(python_name)
 
     def _new(self, value: Any) -> bool:
-        known = id(value) in self._seen
+        was_seen = id(value) in self._seen
         self._seen.add(id(value))
-        return not known
+        return not was_seen
 
     def module(self, path: str | None, module: nn.Module) -> None:
         """Follow a module of the model or the loss; one that only Python refers to has no path, and its mode counts."""
@@ -184,9 +184,9 @@ class _NameFinder:
 
     def _value(self, value: Any) -> None:
         """Follow what can run in a value that is reached by name, as deep inside of it as it is."""
-        pending, left = [value], MOST_VALUES
-        while pending and left:
-            value, left = pending.pop(), left - 1
+        pending, budget = [value], MOST_VALUES
+        while pending and budget:
+            value, budget = pending.pop(), budget - 1
             if isinstance(value, (*_RUNS, types.MethodType, type)):
                 self.callable(value)
             elif isinstance(value, nn.Module):
@@ -203,33 +203,33 @@ class _NameFinder:
             for module in value.modules():
                 self.module(None, module)
         elif is_of_project_class(value) and self._new(value):
-            for name, each in getattr(value, "__dict__", {}).items():
+            for name, attribute in getattr(value, "__dict__", {}).items():
                 self._add(value, name, f"{type(value).__name__}.{name}", "attribute")
-                self._value(each)
+                self._value(attribute)
             self._class(type(value))
 
     def _class(self, kind: type) -> None:
         # Base classes too: class attributes are shared state wherever they are defined.
-        for each in kind.__mro__:
-            own = each.__module__ == "__main__" or self._follows(file_of(each))
-            if not own or not self._new(each):
+        for base in kind.__mro__:
+            is_followed = base.__module__ == "__main__" or self._follows(file_of(base))
+            if not is_followed or not self._new(base):
                 continue
-            for name, value in list(vars(each).items()):
+            for name, value in list(vars(base).items()):
                 if name.startswith("__") and name.endswith("__") and not callable(value):
                     continue
                 if isinstance(value, _RUNS):
                     self.callable(value)
                 elif not isinstance(value, (type, types.GetSetDescriptorType, types.MemberDescriptorType)):
-                    self._add(each, name, f"{each.__name__}.{name}", "attribute")
+                    self._add(base, name, f"{base.__name__}.{name}", "attribute")
                     self._value(value)
 
     def _function(self, function: types.FunctionType) -> None:
         code = function.__code__
-        own = self._follows(code.co_filename)
+        is_followed = self._follows(code.co_filename)
         if not self._new(function):
             return
         # A decorator's wrapper, perhaps: torch puts one around the step() of every optimizer's class.
-        if not own or (self._ran is not None and code not in self._ran):
+        if not is_followed or (self._ran is not None and code not in self._ran):
             if "__wrapped__" in vars(function):
                 self.callable(vars(function)["__wrapped__"])
             return
@@ -255,9 +255,9 @@ class _NameFinder:
             value = function.__globals__[name]
             if isinstance(value, types.ModuleType):
                 inner = vars(value) if is_project_file(getattr(value, "__file__", None) or "") else {}
-                for each in sorted(named & inner.keys()):
-                    if not isinstance(inner[each], types.ModuleType):
-                        self._global(inner, each, f"{value.__name__}.")
+                for inner_name in sorted(named & inner.keys()):
+                    if not isinstance(inner[inner_name], types.ModuleType):
+                        self._global(inner, inner_name, f"{value.__name__}.")
             else:
                 self._global(function.__globals__, name, "")
 

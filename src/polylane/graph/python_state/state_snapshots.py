@@ -39,24 +39,24 @@ _LONG = 2_000  # of longer sequences only the first and last elements, this many
 # ---- restored ----
 
 
-def snapshot_names(where: Iterable[PythonName], known: Collection[int]) -> Callable[[], None]:
+def snapshot_names(entries: Iterable[PythonName], known_ids: Collection[int]) -> Callable[[], None]:
     """Record the values of names, contents and all, and the environment; return a function that restores them."""
-    where, walk, environment = list(where), _Snapshot(known), dict(os.environ)
-    owners = {id(place.owner): place.owner for place in where if _owns_new_names(place.owner)}
+    entries, walk, environment = list(entries), _Snapshot(known_ids), dict(os.environ)
+    owners = {id(python_name.owner): python_name.owner for python_name in entries if _owns_new_names(python_name.owner)}
     for owner in owners.values():
         if is_of_project_class(owner):
             walk.inside(owner)
     # Names that appear later must be removed again; TORCHS are torch's own.
-    before = [(owner, frozenset(vars(owner))) for owner in owners.values()]
-    values = [(place, walk.of(place.get())) for place in where]
+    old_names = [(owner, frozenset(vars(owner))) for owner in owners.values()]
+    values = [(python_name, walk.of(python_name.get())) for python_name in entries]
 
     def restore() -> None:
         walk.renew_iterators()
-        for owner, names in before:
+        for owner, names in old_names:
             for name in vars(owner).keys() - names - TORCHS:
                 delattr(owner, name)
-        for place, value in values:
-            place.put(value())
+        for python_name, value in values:
+            python_name.put(value())
         # Names first, then contents: a restored object must also contain what it did.
         for put_back in walk.contents:
             put_back()
@@ -86,15 +86,15 @@ class _KeptIterator:
 class _Snapshot:
     """Collects functions that restore what is inside values; the objects themselves keep their identity."""
 
-    def __init__(self, known: Collection[int]) -> None:
+    def __init__(self, known_ids: Collection[int]) -> None:
         self.contents: list[Callable[[], None]] = []
-        self._known, self._seen = known, dict[int, Any]()
+        self._known, self._seen = known_ids, dict[int, Any]()
         self._iterators = dict[int, _KeptIterator]()  # by id
 
     def renew_iterators(self) -> None:
         """Put back iterators that went forward: first, since names and containers take what stands for them."""
-        for each in self._iterators.values():
-            each.renew()
+        for iterator in self._iterators.values():
+            iterator.renew()
 
     def of(self, value: Any) -> Callable[[], Any]:
         """Return a function that returns the value again; an iterator only goes forward, so that a copy replaces it."""
@@ -123,8 +123,8 @@ class _Snapshot:
             self._contents(value)
         elif is_array(value):
             if value.flags.writeable:
-                kept = value.copy()
-                self.contents.append(lambda: value.__setitem__(Ellipsis, kept))
+                backup = value.copy()
+                self.contents.append(lambda: value.__setitem__(Ellipsis, backup))
         elif (memory := read_memory(value)) is not None:
             self.contents.append(partial(write_memory, value, memory))
         elif isinstance(value, types.FunctionType):
@@ -134,19 +134,19 @@ class _Snapshot:
         elif isinstance(value, nn.Module) or is_of_project_class(value):
             if hasattr(value, "__dict__"):
                 self._contents(value.__dict__)
-            for name, own in slots_of(value).items():
-                self._reference(value, name, own)
+            for name, slot_value in slots_of(value).items():
+                self._reference(value, name, slot_value)
 
     def _reference(self, owner: Any, name: str, value: Any) -> None:
         """Record what a closure's variable or a slot refers to."""
-        again = self.of(value) if is_built_in_iterator(value) else lambda: value
-        self.contents.append(lambda: object.__setattr__(owner, name, again()))
+        recreate = self.of(value) if is_built_in_iterator(value) else lambda: value
+        self.contents.append(lambda: object.__setattr__(owner, name, recreate()))
 
     def _contents(self, value: Any) -> None:
         # The methods of the built-in class itself: one of a library's may refuse what its users must not do.
-        kind: Any = next(each for each in _CONTAINERS if isinstance(value, each))
-        kept: Any = dict(kind.items(value)) if isinstance(value, dict) else list(kind.__iter__(value))
-        moving = {id(each): self.of(each) for each in children_of(value) if is_built_in_iterator(each)}
+        kind: Any = next(container_type for container_type in _CONTAINERS if isinstance(value, container_type))
+        backup: Any = dict(kind.items(value)) if isinstance(value, dict) else list(kind.__iter__(value))
+        moving = {id(child): self.of(child) for child in children_of(value) if is_built_in_iterator(child)}
 
         def again(inner: Any) -> Any:
             return moving[id(inner)]() if id(inner) in moving else inner
@@ -154,10 +154,10 @@ class _Snapshot:
         def put_back() -> None:
             kind.clear(value)
             if issubclass(kind, dict):
-                for key, inner in kept.items():
+                for key, inner in backup.items():
                     kind.__setitem__(value, key, again(inner))
             else:
-                (kind.update if kind is set else kind.extend)(value, map(again, kept) if moving else kept)
+                (kind.update if kind is set else kind.extend)(value, map(again, backup) if moving else backup)
 
         self.contents.append(put_back)
 
@@ -165,12 +165,12 @@ class _Snapshot:
         # A tensor with history cannot be written; it is recomputed in every run.
         if value.is_meta or not value.is_leaf:
             return
-        kept, version = value.detach().clone(), value._version
+        backup, version = value.detach().clone(), value._version
 
         def put_back() -> None:
-            if value.shape == kept.shape and not (value._version == version and torch.equal(value, kept)):
+            if value.shape == backup.shape and not (value._version == version and torch.equal(value, backup)):
                 with torch.no_grad():
-                    value.data.copy_(kept)
+                    value.data.copy_(backup)
 
         self.contents.append(put_back)
 
@@ -191,11 +191,11 @@ class StateDigests:
     """Digests of values with all that is inside them, except what belongs to torch; equal if nothing has changed.
 
     Args:
-        known: ids of the model's own modules, parameters and buffers, which are not followed.
+        known_ids: ids of the model's own modules, parameters and buffers, which are not followed.
     """
 
-    def __init__(self, known: Collection[int]) -> None:
-        self._known = known
+    def __init__(self, known_ids: Collection[int]) -> None:
+        self._known = known_ids
         self._digests: dict[int, tuple[Any, bytes]] = {}
 
     def of(self, value: Any) -> Any:
@@ -216,9 +216,9 @@ def _digest_of(value: Any) -> bytes:
 
 
 class _Digest:
-    def __init__(self, known: Collection[int]) -> None:
+    def __init__(self, known_ids: Collection[int]) -> None:
         self.hash = hashlib.blake2b(digest_size=16)
-        self._known, self._left = known, MOST_VALUES
+        self._known, self._left = known_ids, MOST_VALUES
         # By id; values are kept, so that temporary objects do not reuse an id.
         self._seen = dict[int, tuple[int, Any]]()
 
@@ -248,10 +248,10 @@ class _Digest:
             self._update_hash(str(state))
         elif isinstance(value, (set, frozenset)):
             # A set has no order, but its elements' texts have one.
-            self._update_hash(len(value), sorted(repr(each) for each in value if type(each) in PLAIN))
+            self._update_hash(len(value), sorted(repr(element) for element in value if type(element) in PLAIN))
         elif (parts := digest_parts(value)) is not None:
-            for each in parts:
-                self.add_value(each)
+            for part in parts:
+                self.add_value(part)
         elif (memory := read_memory(value)) is not None:
             self._update_hash(memory)
         elif isinstance(value, bytearray):
@@ -262,8 +262,8 @@ class _Digest:
         else:
             inner = children_of(value)
             self._update_hash(len(inner))
-            for each in inner if len(inner) <= _LONG else (*inner[: _LONG // 2], *inner[-_LONG // 2 :]):
-                self.add_value(each)
+            for part in inner if len(inner) <= _LONG else (*inner[: _LONG // 2], *inner[-_LONG // 2 :]):
+                self.add_value(part)
 
     def _tensor(self, value: Tensor) -> None:
         self._update_hash(tuple(value.shape), str(value.dtype), value.device.type)

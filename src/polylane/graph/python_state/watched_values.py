@@ -74,14 +74,14 @@ class WatchList:
 
     def __init__(self, effects: SideEffects | None, leaves: Collection[str], inputs: Collection[int]) -> None:
         follows_all, effects = effects is None, effects or SideEffects()
-        said: set[str] = set()
-        own: set[str] = set()
+        names: set[str] = set()
+        project_names: set[str] = set()
         for code in effects.functions_run:
-            said |= names_in_code(code)
-            own |= set(code.co_names) if is_project_file(code.co_filename) else set()
+            names |= names_in_code(code)
+            project_names |= set(code.co_names) if is_project_file(code.co_filename) else set()
         # None: any name counts; otherwise only names that occur in functions that ran.
-        self._said = None if follows_all or own & _DYNAMIC else said
-        self._touched = {place.key for place in effects.written_names}
+        self._said = None if follows_all or project_names & _DYNAMIC else names
+        self._touched = {python_name.key for python_name in effects.written_names}
         self._leaves, self.inputs = leaves, inputs
         self.rows: list[_WatchedNames] = []
         self.tensors: list[_WatchedTensor] = []
@@ -102,22 +102,22 @@ class WatchList:
         prefix = f"{path}." if path else "model."
         self._dict(module.__dict__, lambda name: f"{prefix}{name}", 0, module, TORCHS)
 
-    def watch_name(self, place: PythonName) -> None:
+    def watch_name(self, python_name: PythonName) -> None:
         """Watch a global, a closure variable, or an attribute of an object."""
         # What the run itself writes is state, which effects handle, not a setting.
-        if place.key in self._touched or "" in self._leaves:
+        if python_name.key in self._touched or "" in self._leaves:
             return
-        value = place.get()
+        value = python_name.get()
         # A cell has no dict: its content is compared by itself.
-        if isinstance(place.owner, types.CellType):
-            self.cells.append((place, value))
+        if isinstance(python_name.owner, types.CellType):
+            self.cells.append((python_name, value))
             if type(value) not in PLAIN:
-                self._value(value, place.label, 1)
-        elif place.kind == "default":
-            self._value(value, place.label, 1)
+                self._value(value, python_name.label, 1)
+        elif python_name.kind == "default":
+            self._value(value, python_name.label, 1)
         else:
-            names = place.owner if isinstance(place.owner, dict) else vars(place.owner)
-            self._names(names, [place.name], lambda _: place.label, 0)
+            names = python_name.owner if isinstance(python_name.owner, dict) else vars(python_name.owner)
+            self._names(names, [python_name.name], lambda _: python_name.label, 0)
 
     def _dict(
         self, own: Mapping[str, Any], label: Callable[[str], str], depth: int, owner: Any, without: Collection[str] = ()
@@ -132,33 +132,33 @@ class WatchList:
     def _counts(self, owner: Any, name: str) -> bool:
         return (self._said is None or name in self._said) and (id(owner), name) not in self._touched
 
-    def _names(self, own: Any, names: Sequence[str], label: Callable[[str], str], depth: int) -> None:
-        plain = tuple(name for name in names if _is_plain(own[name]))
+    def _names(self, table: Any, names: Sequence[str], label: Callable[[str], str], depth: int) -> None:
+        plain = tuple(name for name in names if _is_plain(table[name]))
         # One itemgetter reads all plain values of a dict: this comparison runs before every step.
         if plain:
             read = operator.itemgetter(*plain)
-            self.rows.append(_WatchedNames(own, plain, read, read(own), label))
+            self.rows.append(_WatchedNames(table, plain, read, read(table), label))
         for name in names:
-            value = own[name]
+            value = table[name]
             if isinstance(value, Tensor):
-                self._tensor(own, name, value, None if id(value) in self.inputs else value._version, label(name))
+                self._tensor(table, name, value, None if id(value) in self.inputs else value._version, label(name))
             elif name not in plain:
                 if name not in _TABLES:
-                    self.objects.append((own, name, value, label(name)))
+                    self.objects.append((table, name, value, label(name)))
                 self._value(value, label(name), depth + 1)
 
-    def _tensor(self, own: Any, name: str, value: Tensor, version: int | None, label: str) -> None:
+    def _tensor(self, table: Any, name: str, value: Tensor, version: int | None, label: str) -> None:
         pointer = None if id(value) in self.inputs else _pointer(value)
-        self.tensors.append(_WatchedTensor(own, name, value, version, pointer, label))
+        self.tensors.append(_WatchedTensor(table, name, value, version, pointer, label))
 
     def _outside(self, module: nn.Module, label: str) -> None:
         """Watch the tensors of a module that is no part of the model: the graph reads them where they are."""
         for path, inner in module.named_modules(prefix=label):
-            for own in (inner._parameters, inner._buffers):
-                for name, tensor in own.items():
+            for table in (inner._parameters, inner._buffers):
+                for name, tensor in table.items():
                     if tensor is not None and id(tensor) not in self.inputs and len(self._seen) <= _MANY:
                         self._seen.add(id(tensor))
-                        self._tensor(own, name, tensor, None, f"{path}.{name}")
+                        self._tensor(table, name, tensor, None, f"{path}.{name}")
 
     def _value(self, value: Any, label: str, depth: int) -> None:
         if depth > _DEPTH or id(value) in self._seen:
@@ -171,9 +171,9 @@ class WatchList:
         elif _is_read_whole(value):
             self._seen.add(id(value))
             self.contents.append((value, _fingerprint(value, self.inputs), label))
-            for i, each in enumerate(children_of(value) if isinstance(value, list | tuple) else ()):
-                if not _is_plain(each):
-                    self._value(each, f"{label}[{i}]", depth + 1)
+            for i, element in enumerate(children_of(value) if isinstance(value, list | tuple) else ()):
+                if not _is_plain(element):
+                    self._value(element, f"{label}[{i}]", depth + 1)
         elif isinstance(value, _READ) or (is_of_project_class(value) and not hasattr(value, "__dict__")):
             self.contents.append((value, _fingerprint(value, self.inputs), label))
             is_slotted = is_of_project_class(value)
@@ -193,11 +193,11 @@ class WatchList:
             except Exception:  # the name is gone, or its value cannot be compared
                 pass
             return row.label(_first_changed(row))
-        if (other := next(self.list_other_changes(), None)) is not None:
-            return other[1]
-        for place, value in self.cells:
-            if type(value) in PLAIN and _differs(place.get(), value):
-                return place.label
+        if (change := next(self.list_other_changes(), None)) is not None:
+            return change[1]
+        for python_name, value in self.cells:
+            if type(value) in PLAIN and _differs(python_name.get(), value):
+                return python_name.label
         for key, text in self._environment.items():
             if os.environ.get(key) != text:
                 return f"the environment's {key}"
@@ -209,40 +209,40 @@ class WatchList:
 
     def list_other_changes(self) -> Iterator[tuple[str, str]]:
         """Yield what differs and is no plain value: its place, ending in "[:]" for what is inside, and its label."""
-        for kept in self.tensors:
+        for entry in self.tensors:
             # In-place writes raise a tensor's version counter.
-            written = kept.version is not None and kept.tensor._version != kept.version
-            moved = kept.pointer is not None and _pointer(kept.tensor) != kept.pointer
-            if written or moved or kept.owner.get(kept.name, None) is not kept.tensor:
-                yield kept.label, kept.label
-        for own, size, label, owner, names in self.tables:
-            if len(own) != size and (new := self._new(own, owner, names)):
+            written = entry.version is not None and entry.tensor._version != entry.version
+            moved = entry.pointer is not None and _pointer(entry.tensor) != entry.pointer
+            if written or moved or entry.owner.get(entry.name, None) is not entry.tensor:
+                yield entry.label, entry.label
+        for table, size, label, owner, names in self.tables:
+            if len(table) != size and (new := self._new(table, owner, names)):
                 yield f"{label('')}[:]", label(new)
-        for own, name, value, told in self.objects:
-            if own.get(name) is not value:
-                yield told, told
-        for value, before, told in self.contents:
-            if _fingerprint(value, self.inputs) != before:
-                yield f"{told}[:]", told
-        for place, value in self.cells:
-            if type(value) not in PLAIN and _differs(place.get(), value):
-                yield place.label, place.label
+        for table, name, value, description in self.objects:
+            if table.get(name) is not value:
+                yield description, description
+        for value, fingerprint, description in self.contents:
+            if _fingerprint(value, self.inputs) != fingerprint:
+                yield f"{description}[:]", description
+        for python_name, value in self.cells:
+            if type(value) not in PLAIN and _differs(python_name.get(), value):
+                yield python_name.label, python_name.label
 
-    def _new(self, own: Mapping[str, Any], owner: Any, names: frozenset[Any]) -> str | None:
+    def _new(self, table: Mapping[str, Any], owner: Any, names: frozenset[Any]) -> str | None:
         """Return a new key of a dict that counts: a watched name, or what has no name, such as a hook."""
-        new = [n for n in own if n not in names and (not isinstance(n, str) or self._counts(owner, n))]
+        new = [n for n in table if n not in names and (not isinstance(n, str) or self._counts(owner, n))]
         return str(new[0]) if new else None
 
 
 def _file_mark(path: str) -> tuple[int, ...] | None:
     """Return what changes when a file is written or replaced, or a folder made; None where there is neither."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except (OSError, ValueError):  # it is not there, or its name cannot be one
         return None
-    if stat.S_ISDIR(found.st_mode):  # what is put into it, such as a checkpoint, is no change of what was asked for
+    if stat.S_ISDIR(status.st_mode):  # what is put into it, such as a checkpoint, is no change of what was asked for
         return ()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _reads_as_dict(value: dict[Any, Any]) -> bool:
@@ -269,11 +269,11 @@ def _fingerprint(value: Any, inputs: Collection[int], depth: int = 0) -> Any:
             return id(value)
         if isinstance(value, set | frozenset):
             return set(frozenset.__iter__(value) if isinstance(value, frozenset) else set.__iter__(value))
-        return [_fingerprint(each, inputs, depth + 1) for each in children_of(value)]
+        return [_fingerprint(child, inputs, depth + 1) for child in children_of(value)]
     if isinstance(value, _READ):
-        return [_fingerprint(each, inputs, depth + 1) for each in children_of(value)]
+        return [_fingerprint(child, inputs, depth + 1) for child in children_of(value)]
     if is_of_project_class(value) and not hasattr(value, "__dict__"):
-        return [(name, _fingerprint(each, inputs, depth + 1)) for name, each in slots_of(value).items()]
+        return [(name, _fingerprint(slot_value, inputs, depth + 1)) for name, slot_value in slots_of(value).items()]
     if is_array(value):
         return value.shape, value.tobytes() if not value.dtype.hasobject else repr(value)
     return id(value) if (memory := read_memory(value)) is None else memory
@@ -296,8 +296,8 @@ def _first_changed(row: _WatchedNames) -> str:
     return row.names[0]
 
 
-def _differs(now: Any, value: Any) -> bool:
+def _differs(current_value: Any, value: Any) -> bool:
     try:
-        return now is not value and (now is MISSING or not bool(now == value))
+        return current_value is not value and (current_value is MISSING or not bool(current_value == value))
     except Exception:  # it cannot be compared
         return True

@@ -34,7 +34,7 @@ def html(timeline: Timeline) -> str:
     }
     # One pass over the template: text that is inserted is not searched for places again.
     template = _TEMPLATE.read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
 def _legend(timeline: Timeline) -> Iterator[str]:
@@ -51,12 +51,12 @@ def _table(timeline: Timeline, labels: Sequence[str]) -> Iterator[str]:
     heads += ["sent"] if sent else []
     yield f"<thead><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr></thead>\n<tbody>"
     for rank, (label, live) in enumerate(zip(labels, timeline.peak_live_microbatches(), strict=True)):
-        times = (layout.format_duration(each[rank], unit) for each in (busy, exposed, idle))
+        times = (layout.format_duration(durations[rank], unit) for durations in (busy, exposed, idle))
         share = layout.format_percent(busy[rank] / makespan if makespan else 0.0)
         counts = [layout.format_bytes(count) for count in sent[rank : rank + 1]]
         yield _line(label, [share, *times, layout.format_number(float(live)), *counts])
     yield "</tbody>\n<tfoot>"
-    times = (layout.format_duration(sum(each), unit) for each in (busy, exposed, idle))
+    times = (layout.format_duration(sum(durations), unit) for durations in (busy, exposed, idle))
     cells = [
         layout.format_percent(timeline.utilization()),
         *times,
@@ -75,7 +75,7 @@ def _data(timeline: Timeline, lanes: Sequence[layout.LaneRow]) -> dict[str, Any]
     """Return what the page's script reads; a span is eleven numbers in a row, see FIELDS there."""
     kinds = list(ActionKind)
     values: dict[str, int] = {}
-    first, times = timeline.start(), transfer_times(timeline.spans)
+    origin, times = timeline.start(), transfer_times(timeline.spans)
 
     # Names of values are numbered, since each appears in many spans.
     def flat(spans: Sequence[Span]) -> list[float]:
@@ -85,8 +85,8 @@ def _data(timeline: Timeline, lanes: Sequence[layout.LaneRow]) -> dict[str, Any]
             value = -1 if action.value is None else values.setdefault(action.value, len(values))
             numbers += [
                 # to the nanosecond: ten digits less for each span, and nobody zooms in further
-                round(span.start - first, 9),
-                round(span.end - first, 9),
+                round(span.start - origin, 9),
+                round(span.end - origin, 9),
                 len(kinds) if span.is_hung else kinds.index(action.kind),
                 action.stage,
                 -1 if action.microbatch is None else action.microbatch,

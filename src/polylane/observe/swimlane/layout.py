@@ -91,7 +91,7 @@ def build_rows(timeline: Timeline) -> tuple[LaneRow, ...]:
     stages = [tuple(sorted({span.action.stage for span in lane})) for lane in lanes]
     labels = _labels(stages, timeline.unit)
     return tuple(
-        LaneRow(label, *_main_and_thin(lane), own) for label, lane, own in zip(labels, lanes, stages, strict=True)
+        LaneRow(label, *_main_and_thin(lane), group) for label, lane, group in zip(labels, lanes, stages, strict=True)
     )
 
 
@@ -102,19 +102,19 @@ def _main_and_thin(lane: Sequence[Span]) -> tuple[tuple[Span, ...], tuple[Span, 
     starts = [start for start, _ in computed]
     main: list[Span] = []
     thin: list[Span] = []
-    taken = -math.inf  # the end of the last communication on the main row
+    last_end = -math.inf  # the end of the last communication on the main row
     for span in lane:
         if span.action.kind in COMPUTE:
             main.append(span)
             continue
-        before = bisect_right(starts, span.start) - 1
-        within = before >= 0 and computed[before][1] > span.start
-        runs_into = before + 1 < len(starts) and starts[before + 1] < span.end
-        if within or runs_into or span.start < taken:
+        index = bisect_right(starts, span.start) - 1
+        within = index >= 0 and computed[index][1] > span.start
+        runs_into = index + 1 < len(starts) and starts[index + 1] < span.end
+        if within or runs_into or span.start < last_end:
             thin.append(span)
         else:
             main.append(span)
-            taken = span.end
+            last_end = span.end
     return tuple(main), tuple(thin)
 
 
@@ -202,32 +202,32 @@ def time_axis(extent: float, unit: str, most: int = 12) -> TimeAxis:
     name, scale = scale_time_unit(extent, unit)
     if not extent:
         return TimeAxis(name, ((0, "0"),))
-    least = extent * scale / most
-    power = 10.0 ** math.floor(math.log10(least))
+    minimum = extent * scale / most
+    power = 10.0 ** math.floor(math.log10(minimum))
     # The tolerance keeps a rounding error from choosing the next larger step.
-    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
+    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= minimum * (1 - 1e-9))
     if unit == "ticks":
         step = max(step, 1)
     count = math.floor(extent * scale / step * (1 + 1e-9))
     return TimeAxis(name, tuple((i * step / scale, format_number(i * step)) for i in range(count + 1)))
 
 
-def style_shares(spans: Iterable[Span], first: float, width: float, bins: int) -> list[dict[SpanStyle, float]]:
-    """Return, for each bin of ``width`` from ``first``, the fraction of it that each style covers.
+def style_shares(spans: Iterable[Span], origin: float, width: float, bins: int) -> list[dict[SpanStyle, float]]:
+    """Return, for each bin of ``width`` from ``origin``, the fraction of it that each style covers.
 
     This is for spans too small to draw. Where spans overlap, fractions are scaled down to fill the bin, so that the
     coloured area stays true.
     """
-    found: list[dict[SpanStyle, float]] = [{} for _ in range(bins)]
+    shares: list[dict[SpanStyle, float]] = [{} for _ in range(bins)]
     for span in spans:
         style = style_of(span)
-        start, end = (span.start - first) / width, (span.end - first) / width
+        start, end = (span.start - origin) / width, (span.end - origin) / width
         for at in range(max(0, int(start)), min(bins, math.ceil(end))):
             covered = min(end, at + 1) - max(start, at)
             if covered > 0:
-                found[at][style] = found[at].get(style, 0.0) + covered
-    for one in found:
-        whole = sum(one.values())
-        if whole > 1:
-            one.update({style: part / whole for style, part in one.items()})
-    return found
+                shares[at][style] = shares[at].get(style, 0.0) + covered
+    for bin_shares in shares:
+        total = sum(bin_shares.values())
+        if total > 1:
+            bin_shares.update({style: part / total for style, part in bin_shares.items()})
+    return shares

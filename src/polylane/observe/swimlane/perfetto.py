@@ -31,10 +31,10 @@ def perfetto(timeline: Timeline) -> dict[str, Any]:
         for thread in sorted({0, *(thread for _, thread in threads)}):
             events.append(_name_event("thread_name", rank, thread, "communication" if thread else "compute"))
         placed += threads
-    first = timeline.start()
+    origin = timeline.start()
     times = transfer_times(timeline.spans) if timeline.unit == "seconds" else {}
-    events += [_complete_event(span, thread, first, scale, times.get(span)) for span, thread in placed]
-    events += _arrows(dict(placed), first, scale)
+    events += [_complete_event(span, thread, origin, scale, times.get(span)) for span, thread in placed]
+    events += _arrows(dict(placed), origin, scale)
     notes = {"title": timeline.title, "unit": timeline.unit, "utilization": timeline.utilization(), **timeline.notes}
     if any(timeline.sent()):
         notes["sent bytes"] = list(timeline.sent())
@@ -58,14 +58,14 @@ def _place_spans(lane: Sequence[Span]) -> list[_Placed]:
     return placed
 
 
-def _name_event(what: str, rank: int, thread: int, value: str | int) -> dict[str, Any]:
+def _name_event(kind: str, rank: int, thread: int, value: str | int) -> dict[str, Any]:
     key = "sort_index" if isinstance(value, int) else "name"
-    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {key: value}}
+    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {key: value}}
 
 
-def _complete_event(span: Span, thread: int, first: float, scale: float, time: float | None) -> dict[str, Any]:
+def _complete_event(span: Span, thread: int, origin: float, scale: float, time: float | None) -> dict[str, Any]:
     action = span.action
-    said = {
+    details = {
         "stage": action.stage,
         "microbatch": action.microbatch,
         "value": action.value,
@@ -81,21 +81,21 @@ def _complete_event(span: Span, thread: int, first: float, scale: float, time: f
         "cat": str(action.kind),
         "pid": span.rank,
         "tid": thread,
-        "ts": (span.start - first) * scale,
+        "ts": (span.start - origin) * scale,
         "dur": (span.end - span.start) * scale,
-        "args": {key: value for key, value in said.items() if value is not None},
+        "args": {key: value for key, value in details.items() if value is not None},
     }
 
 
-def _arrows(threads: Mapping[Span, int], first: float, scale: float) -> list[dict[str, Any]]:
+def _arrows(threads: Mapping[Span, int], origin: float, scale: float) -> list[dict[str, Any]]:
     """Return a flow event from every send to the receive of the same value."""
     events: list[dict[str, Any]] = []
     for number, (send, receive) in enumerate(match_messages(threads), start=1):
         # inside the receive and not before the send: viewers drop an arrow that leads back in time
-        there = (max(receive.start, min(send.start, receive.end)) + receive.end) / 2
+        arrival = (max(receive.start, min(send.start, receive.end)) + receive.end) / 2
         flow = {"cat": "message", "name": str(send.action.value or "message"), "id": number}
-        start = {"pid": send.rank, "tid": threads[send], "ts": (send.start - first) * scale}
+        start = {"pid": send.rank, "tid": threads[send], "ts": (send.start - origin) * scale}
         events.append({**flow, "ph": "s", **start})
-        end = {"pid": receive.rank, "tid": threads[receive], "ts": (there - first) * scale}
+        end = {"pid": receive.rank, "tid": threads[receive], "ts": (arrival - origin) * scale}
         events.append({**flow, "ph": "f", "bp": "e", **end})
     return events

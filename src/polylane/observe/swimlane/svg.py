@@ -65,20 +65,20 @@ def svg(timeline: Timeline, extent: float = 0) -> str:
         extent: the time that the picture is as wide as, so that several have one scale; never less than the makespan.
     """
     lanes = layout.build_rows(timeline)
-    left = 24 + LETTER * max((len(row.label) for row in lanes), default=0)
+    margin = 24 + LETTER * max((len(row.label) for row in lanes), default=0)
     extent = max(extent, timeline.makespan())
     plot = min(WIDEST, max(NARROW, TICK * extent)) if timeline.unit == "ticks" else WIDEST
     scale = plot / (extent or 1)
     plot *= timeline.makespan() / extent if extent else 1
-    picture = _Picture(timeline, transfer_times(timeline.spans), left, plot, scale)
+    picture = _Picture(timeline, transfer_times(timeline.spans), margin, plot, scale)
     ground: list[str] = []
     boxes: list[str] = []
     y = float(TOP)
     for row in lanes:
-        ground += _row_background(row, left, y, plot)
+        ground += _row_background(row, margin, y, plot)
         boxes += _boxes(row, picture, y)
         y += LANE + (THIN + 1 if row.thin else 0) + GAP
-    width, height = left + plot + RIGHT, y + BOTTOM
+    width, height = margin + plot + RIGHT, y + BOTTOM
     title = timeline.title or "swimlane"
     return "\n".join(
         [
@@ -90,9 +90,9 @@ def svg(timeline: Timeline, extent: float = 0) -> str:
             f'<text class="title" x="16" y="26">{escape(title)}</text>',
             f'<text class="faint" x="16" y="46">{escape(layout.format_headline(timeline))}</text>',
             *ground,
-            *_axis(timeline, left, y, scale),
+            *_axis(timeline, margin, y, scale),
             *boxes,
-            *_legend(timeline, left, y + 44),
+            *_legend(timeline, margin, y + 44),
             "</svg>\n",
         ]
     )
@@ -112,17 +112,17 @@ def describe_span(span: Span, timeline: Timeline, time: float = 0) -> str:
         time: upper bound of the transfer time of its bytes; 0 where it is not known.
     """
     action = span.action
-    said = [f"{action.kind}", f"stage {action.stage}"]
-    said += [f"microbatch {action.microbatch}"] if action.microbatch is not None else []
-    said += [f"{'gradient of ' if action.gradient else ''}{action.value}"] if action.value is not None else []
-    said += [f"rank {span.rank}"]
-    said += [f"peer {action.peer}"] if action.peer is not None else []
+    parts = [f"{action.kind}", f"stage {action.stage}"]
+    parts += [f"microbatch {action.microbatch}"] if action.microbatch is not None else []
+    parts += [f"{'gradient of ' if action.gradient else ''}{action.value}"] if action.value is not None else []
+    parts += [f"rank {span.rank}"]
+    parts += [f"peer {action.peer}"] if action.peer is not None else []
     long, at = span.end - span.start, span.start - timeline.start()
-    said += [f"{layout.format_duration(span.waited, timeline.unit)} of it in collectives"] if span.waited else []
-    said += [_describe_transfer(span, timeline.unit, time)] if span.bytes else []
+    parts += [f"{layout.format_duration(span.waited, timeline.unit)} of it in collectives"] if span.waited else []
+    parts += [_describe_transfer(span, timeline.unit, time)] if span.bytes else []
     waited = "waited " if action.kind is ActionKind.RECEIVE else ""
     return (
-        f"{', '.join(said)}: {waited}{layout.format_duration(long, timeline.unit)} from "
+        f"{', '.join(parts)}: {waited}{layout.format_duration(long, timeline.unit)} from "
         f"{layout.format_duration(at, timeline.unit, digits=8)}"
     )
 
@@ -135,9 +135,9 @@ def _describe_transfer(span: Span, unit: str, time: float) -> str:
     return layout.format_bytes(span.bytes) + (f" in at most {layout.format_duration(time, unit)}{rate}" if time else "")
 
 
-def _row_background(row: layout.LaneRow, left: float, y: float, plot: float) -> Iterator[str]:
-    yield f'<text x="{left - 10:g}" y="{y + LANE / 2 + 4:g}" text-anchor="end">{escape(row.label)}</text>'
-    yield f'<rect class="idle" x="{left:g}" y="{y:g}" width="{plot:g}" height="{LANE}"/>'
+def _row_background(row: layout.LaneRow, margin: float, y: float, plot: float) -> Iterator[str]:
+    yield f'<text x="{margin - 10:g}" y="{y + LANE / 2 + 4:g}" text-anchor="end">{escape(row.label)}</text>'
+    yield f'<rect class="idle" x="{margin:g}" y="{y:g}" width="{plot:g}" height="{LANE}"/>'
 
 
 def _boxes(row: layout.LaneRow, picture: _Picture, y: float) -> Iterator[str]:
@@ -151,10 +151,10 @@ def _boxes(row: layout.LaneRow, picture: _Picture, y: float) -> Iterator[str]:
             yield from _box(span, row.number(span), picture, top, height)
     for span in row.updates():
         x = picture.left + (span.start - picture.timeline.start()) * picture.scale
-        said = escape(f"update, stage {span.action.stage}, after microbatch {span.action.microbatch}")
+        title = escape(f"update, stage {span.action.stage}, after microbatch {span.action.microbatch}")
         yield (
             f'<rect x="{x - MARK:.2f}" y="{y:g}" width="{MARK}" height="{LANE}" '
-            f'fill="{layout.style_of(span).fill}"><title>{said}</title></rect>'
+            f'fill="{layout.style_of(span).fill}"><title>{title}</title></rect>'
         )
 
 
@@ -193,13 +193,13 @@ def _stack_narrow_spans(spans: Sequence[Span], picture: _Picture, top: float, he
         yield f'<path fill="{style.fill}" d="{"".join(pieces)}"/>'
 
 
-def _axis(timeline: Timeline, left: float, y: float, scale: float) -> Iterator[str]:
+def _axis(timeline: Timeline, margin: float, y: float, scale: float) -> Iterator[str]:
     marks = layout.time_axis(timeline.makespan(), timeline.unit)
     for at, label in marks.marks:
-        x = left + at * scale
+        x = margin + at * scale
         yield f'<line class="grid" x1="{x:.2f}" x2="{x:.2f}" y1="{TOP - 4}" y2="{y:g}"/>'
         yield f'<text class="faint" x="{x:.2f}" y="{y + 14:g}" text-anchor="middle">{escape(label)}</text>'
-    yield f'<text class="faint" x="{left - 10:g}" y="{y + 14:g}" text-anchor="end">{escape(marks.unit)}</text>'
+    yield f'<text class="faint" x="{margin - 10:g}" y="{y + 14:g}" text-anchor="end">{escape(marks.unit)}</text>'
 
 
 def _legend(timeline: Timeline, x: float, y: float) -> Iterator[str]:

@@ -61,8 +61,8 @@ def _draw(timeline: Timeline, width: int, paint: _Paint) -> str:
     if cell and timeline.makespan() * cell <= room:
         grid = _cells(timeline, lanes, cell)
         per_column = ""
-        taken = round(timeline.makespan()) * cell
-        ruler = _ruler(layout.time_axis(timeline.makespan(), timeline.unit, most=max(taken // 4, 1)), cell, taken, cell)
+        space = round(timeline.makespan()) * cell
+        ruler = _ruler(layout.time_axis(timeline.makespan(), timeline.unit, most=max(space // 4, 1)), cell, space, cell)
         key = _legend_lines(timeline, {kind: f"{sign}0 {layout.STYLES[kind].name}" for kind, sign in _SIGNS.items()})
     else:
         grid = _columns(timeline, lanes, room)
@@ -91,9 +91,9 @@ def _ruler(marks: layout.TimeAxis, scale: float, room: int, cell: int) -> str:
     """Return the numbers of the axis, each over the last character of its cell, and the unit; numbers never touch."""
     line = ""
     for at, label in marks.marks:
-        place = max(round(at * scale) + cell - len(label), 0) if cell > 1 else round(at * scale)
-        if (place > len(line) or not line) and place + len(label) <= room:
-            line += " " * (place - len(line)) + label
+        column = max(round(at * scale) + cell - len(label), 0) if cell > 1 else round(at * scale)
+        if (column > len(line) or not line) and column + len(label) <= room:
+            line += " " * (column - len(line)) + label
     return f"{line} {marks.unit}"
 
 
@@ -111,28 +111,28 @@ _SIGNS = {
 
 def _cell_width(timeline: Timeline, lanes: Sequence[layout.LaneRow]) -> int:
     """Return the characters of one tick, a sign and the longest number; 0 where spans do not fit the ticks."""
-    first = timeline.start()
+    start = timeline.start()
     if timeline.unit != "ticks" or not all(
-        (span.start - first) % 1 == 0 and (span.end - first) % 1 == 0 for span in timeline.spans
+        (span.start - start) % 1 == 0 and (span.end - start) % 1 == 0 for span in timeline.spans
     ):
         return 0
     return 1 + max((1, *(len(row.number(span)) for row in lanes for span in (*row.main, *row.thin))))
 
 
 def _cells(timeline: Timeline, lanes: Sequence[layout.LaneRow], cell: int) -> list[tuple[str, list[_Cell]]]:
-    first, ticks = timeline.start(), round(timeline.makespan())
+    start, ticks = timeline.start(), round(timeline.makespan())
     grid = []
     for row in lanes:
         for label, spans, empty in ((row.label, row.main, layout.IDLE.glyph), ("", row.thin, "")):
             cells = [(f"{empty:>{cell}}", layout.IDLE)] * ticks
             for span in spans:
                 filled = (f"{_sign(span, row):>{cell}}", layout.style_of(span))
-                for tick in range(round(span.start - first), round(span.end - first)):
+                for tick in range(round(span.start - start), round(span.end - start)):
                     cells[tick] = filled
             # An update that takes no time has no cell of its own: it is marked in the one before.
             for span in row.updates() if spans is row.main else ():
-                last, mark = round(span.start - first) - 1, layout.style_of(span).glyph + row.number(span)
-                cells[max(0, last)] = (f"{mark:>{cell}}", cells[last][1])
+                index, mark = round(span.start - start) - 1, layout.style_of(span).glyph + row.number(span)
+                cells[max(0, index)] = (f"{mark:>{cell}}", cells[index][1])
             if spans or label:
                 grid.append((label, cells))
     return grid
@@ -149,17 +149,17 @@ def _sign(span: Span, row: layout.LaneRow) -> str:
 
 
 def _columns(timeline: Timeline, lanes: Sequence[layout.LaneRow], room: int) -> list[tuple[str, list[_Cell]]]:
-    first, width = timeline.start(), (timeline.makespan() or 1) / room
+    start, width = timeline.start(), (timeline.makespan() or 1) / room
     grid = []
     for row in lanes:
-        main = [_fullest_style(share, layout.IDLE.glyph) for share in layout.style_shares(row.main, first, width, room)]
+        main = [_fullest_style(share, layout.IDLE.glyph) for share in layout.style_shares(row.main, start, width, room)]
         for span in row.main:
-            _write_number(main, span, row, (span.start - first) / width, (span.end - first) / width)
+            _write_number(main, span, row, (span.start - start) / width, (span.end - start) / width)
         for span in row.updates():
             style = layout.style_of(span)
-            main[max(0, round((span.start - first) / width) - 1)] = (style.glyph, style)
+            main[max(0, round((span.start - start) / width) - 1)] = (style.glyph, style)
         grid.append((row.label, main))
-        thin = [_fullest_style(share, " ") for share in layout.style_shares(row.thin, first, width, room)]
+        thin = [_fullest_style(share, " ") for share in layout.style_shares(row.thin, start, width, room)]
         if any(style is not layout.IDLE for _, style in thin):
             grid.append(("", thin))
     return grid

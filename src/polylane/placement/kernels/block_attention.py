@@ -119,12 +119,12 @@ def tiles(queries: Span, keys: Span, causal: bool, rows: int = ROWS) -> Iterator
             # A causal tile needs the keys up to its last query; the causal mask only if its first query does not see
             # all of those.
             last = min(first + rows, b) - 1
-            seen = (
+            count = (
                 span_length(tuple((c, min(d, last + 1)) for c, d in keys if c <= last)) if causal else span_length(keys)
             )
-            of_all = span_length(tuple((c, min(d, first + 1)) for c, d in keys if c <= first)) if causal else seen
-            if seen:
-                yield ScoreTile(at, at + last + 1 - first, first, seen, of_all < seen)
+            of_all = span_length(tuple((c, min(d, first + 1)) for c, d in keys if c <= first)) if causal else count
+            if count:
+                yield ScoreTile(at, at + last + 1 - first, first, count, of_all < count)
             at += last + 1 - first
 
 
@@ -186,9 +186,9 @@ class OnlineSoftmax:
         if queries.shares_heads:
             heads[1][-1] = heads[2][-1] = query.shape[-3]
         scores = torch.broadcast_shapes(heads[0], heads[1])
-        given = torch.broadcast_shapes(scores, heads[2])
+        results = torch.broadcast_shapes(scores, heads[2])
         rows, dtype = query.shape[-2], accumulation_dtype(query.dtype)
-        self.numerator = query.new_zeros((*given, rows, value.shape[-1]), dtype=dtype)
+        self.numerator = query.new_zeros((*results, rows, value.shape[-1]), dtype=dtype)
         self.row_max = query.new_full((*scores, rows, 1), -math.inf, dtype=dtype)
         self.weight_sum = query.new_zeros((*scores, rows, 1), dtype=dtype)
 

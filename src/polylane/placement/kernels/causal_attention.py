@@ -32,14 +32,14 @@ class CausalAttention:
     ) -> Tensor:  # fmt: skip
         at, parts = 0, list[Tensor]()
         # A rank without queries makes one empty call, so that gradients flow.
-        for first, last in self._pieces(query.shape[-2], attn_mask is None) or [(0, 0)]:
-            seen, size = min(last, key.shape[-2]), last - first
-            mask = None if attn_mask is None else narrow_mask(narrow_mask(attn_mask, -2, at, size), -1, 0, seen)
-            whole = first == 0 and mask is None  # queries from the start: torch's own causal kernel applies
+        for start, stop in self._pieces(query.shape[-2], attn_mask is None) or [(0, 0)]:
+            keys, size = min(stop, key.shape[-2]), stop - start
+            mask = None if attn_mask is None else narrow_mask(narrow_mask(attn_mask, -2, at, size), -1, 0, keys)
+            is_plain = start == 0 and mask is None  # queries from the start: torch's own causal kernel applies
             parts.append(
                 self.function(
-                    query.narrow(-2, at, size), key.narrow(-2, 0, seen), value.narrow(-2, 0, seen),
-                    None if whole else _causal_mask(first, last, seen, mask, query.device), 0.0, whole,
+                    query.narrow(-2, at, size), key.narrow(-2, 0, keys), value.narrow(-2, 0, keys),
+                    None if is_plain else _causal_mask(start, stop, keys, mask, query.device), 0.0, is_plain,
                     scale=scale, enable_gqa=enable_gqa,
                 )
             )  # fmt: skip
@@ -49,18 +49,18 @@ class CausalAttention:
     def _pieces(self, size: int, plain: bool) -> list[tuple[int, int]]:
         """Return the (start, stop) positions of each call's queries."""
         rows = max(self.LEAST, -(-size // self.PIECES))
-        found = []
+        pieces = []
         for start, stop in self.queries:
             # Torch's kernel handles a range from 0 in one call without computing masked scores.
             step = max(stop - start, 1) if plain and start == 0 else rows
-            found += [(first, min(first + step, stop)) for first in range(start, stop, step)]
-        return found
+            pieces += [(position, min(position + step, stop)) for position in range(start, stop, step)]
+        return pieces
 
 
-def _causal_mask(first: int, last: int, keys: int, mask: Tensor | None, device: torch.device) -> Tensor | None:
+def _causal_mask(start: int, stop: int, keys: int, mask: Tensor | None, device: torch.device) -> Tensor | None:
     """Return the mask of causal queries, combined with the user's mask; None where all keys are seen."""
-    # keys <= first + 1: even the first query sees all of them.
-    return mask if keys <= first + 1 else _allowed_scores(torch.arange(first, last, device=device), keys, mask)
+    # keys <= start + 1: even the first query sees all of them.
+    return mask if keys <= start + 1 else _allowed_scores(torch.arange(start, stop, device=device), keys, mask)
 
 
 def _allowed_scores(rows: Tensor, keys: int, mask: Tensor | None) -> Tensor:

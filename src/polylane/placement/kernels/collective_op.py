@@ -34,8 +34,8 @@ class AxisCollective:
 def call_along_axis(edit: RankCall, function: Callable[..., Any]) -> None:
     """Make a rank's call ``function(axes, *arguments)``, over this axis and all that made it so before."""
     # The second axis that shards the same reduction is added to the axes of the first one's function.
-    known = edit.target if isinstance(edit.target, AxisCollective) else None
-    edit.target = AxisCollective(known.function, known.axes + 1) if known else AxisCollective(function)
+    collective = edit.target if isinstance(edit.target, AxisCollective) else None
+    edit.target = AxisCollective(collective.function, collective.axes + 1) if collective else AxisCollective(function)
     edit.prefix = [edit.axis, *edit.prefix]
 
 

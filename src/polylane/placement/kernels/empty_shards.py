@@ -42,8 +42,8 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        given = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
-        return None, None, *(zeros if n else None for zeros, n in zip(given, ctx.needs_input_grad[2:], strict=True))
+        gradients = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
+        return None, None, *(zeros if n else None for zeros, n in zip(gradients, ctx.needs_input_grad[2:], strict=True))
 
 
 def covers_all_ranks(strategy: Strategy) -> bool:
@@ -69,13 +69,13 @@ def skip_empty_ranks(strategy: Strategy) -> Strategy:
 
     Its own ``local`` runs first.
     """
-    placements, before = (*strategy.inputs, *strategy.outputs), strategy.local
+    placements, original = (*strategy.inputs, *strategy.outputs), strategy.local
     if not any(map(has_empty_rank, placements)):
         return strategy
 
     def local(edit: RankCall) -> None:
-        if before is not None:
-            before(edit)
+        if original is not None:
+            original(edit)
         if any(isinstance(p, Shard) and not p.ranges(edit.index) for p in placements):
             return_empty(edit)
 

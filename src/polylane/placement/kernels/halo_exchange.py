@@ -40,7 +40,7 @@ class HaloExchange:
     Args:
         dim: index of the sharded dimension.
         cuts: positions at which the dimension is cut between ranks.
-        wanted: for every rank, disjoint ranges in ascending order; they may reach beyond the ends.
+        wanted_ranges: for every rank, disjoint ranges in ascending order; they may reach beyond the ends.
         value: constant that fills positions beyond the ends.
 
     Attributes:
@@ -49,9 +49,9 @@ class HaloExchange:
 
     __module__, __name__ = "polylane", "halo"
 
-    def __init__(self, dim: int, cuts: Cuts, wanted: Sequence[Sequence[Range]], value: float = 0.0) -> None:
+    def __init__(self, dim: int, cuts: Cuts, wanted_ranges: Sequence[Sequence[Range]], value: float = 0.0) -> None:
         self.shard, self.value = Shard(dim, cuts), value
-        self.wanted = [tuple(each) for each in wanted]
+        self.wanted = [tuple(ranges) for ranges in wanted_ranges]
         ranks = range(len(self.wanted))
         self.owned = self.shard.ranges_by_rank
         self.max_sent = max(
@@ -65,7 +65,7 @@ class HaloExchange:
     @property
     def is_trivial(self) -> bool:
         """Whether all ranks own exactly what they want, so that no exchange is needed."""
-        return all(own == tuple(r for r in w if r[0] < r[1]) for own, w in zip(self.owned, self.wanted, strict=True))
+        return all(part == tuple(r for r in w if r[0] < r[1]) for part, w in zip(self.owned, self.wanted, strict=True))
 
 
 class _Halo(torch.autograd.Function):
@@ -165,12 +165,12 @@ def strategies_by_position(
         outputs = list(pairwise(ends))
         halo = HaloExchange(dim, source, [needs(a, b) if a < b else () for a, b in outputs], value)
         # One exchange forward, and one backward if the input has a gradient.
-        ways = (1 + x.gradient) if halo.max_sent else 0
+        exchanges = (1 + x.gradient) if halo.max_sent else 0
         yield call.strategy(
             name, {x.index: Shard(dim, source)}, Shard(dim, target),
             local=partial(_compute_positions, argument, halo, outputs, local),
             work=Shard(dim, target).largest_share,
-            sent=math.prod(x.shape) // n * halo.max_sent * x.dtype.itemsize * ways, messages=ways,
+            sent=math.prod(x.shape) // n * halo.max_sent * x.dtype.itemsize * exchanges, messages=exchanges,
         )  # fmt: skip
 
 

@@ -42,12 +42,12 @@ class _JointGradientsFunction(torch.autograd.Function):
 def joint_gradients(target: Any) -> Any:
     """Return ``target`` with all its inputs getting their gradients at the same time."""
     # Idempotent: look through all settings for a wrapper of this kind.
-    own = target
-    while isinstance(own, UnderSetting):
-        if isinstance(own, JointGradients):
+    function = target
+    while isinstance(function, UnderSetting):
+        if isinstance(function, JointGradients):
             return target
-        own = own.target
-    return wrap_like(target, JointGradients(own))
+        function = function.target
+    return wrap_like(target, JointGradients(function))
 
 
 def wrap_like(target: Any, function: Callable[..., Any]) -> Any:

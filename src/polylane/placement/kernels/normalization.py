@@ -51,10 +51,10 @@ class _Normalized(torch.autograd.Function):
         normal = (upcast(x) - mean) * inverse
         inner = grad if weight is None else grad * weight
         # Both sums of the backward pass in one all-reduce.
-        own = [(inner * normal).sum(ctx.dims, keepdim=True)]
+        local_sums = [(inner * normal).sum(ctx.dims, keepdim=True)]
         if ctx.centred:
-            own.append(inner.sum(ctx.dims, keepdim=True))
-        sums = all_reduce_sum(ctx.axes, torch.stack(own)) / ctx.count
+            local_sums.append(inner.sum(ctx.dims, keepdim=True))
+        sums = all_reduce_sum(ctx.axes, torch.stack(local_sums)) / ctx.count
         back = inner - normal * sums[0]
         if ctx.centred:
             back = back - sums[1]
@@ -158,5 +158,5 @@ class ShardedBatchNorm:
             return sums if part.sum_replicas is None else part.sum_replicas(sums)
 
         # An empty part has no mean, so that it must not count as this rank's samples.
-        here = dataclasses.replace(part, sum_replicas=everywhere, weight=part.weight if x.numel() else 0)
-        return self.function(here, x, *args)
+        rank_part = dataclasses.replace(part, sum_replicas=everywhere, weight=part.weight if x.numel() else 0)
+        return self.function(rank_part, x, *args)

@@ -167,9 +167,9 @@ class ShardedVariance:
 
     def __call__(self, axes: Sequence[Axis], x: Tensor, *_: Any, **__: Any) -> Any:
         values = upcast(x.to(self.dtype))
-        own = values.sum(self.dims, keepdim=True) / self.count
-        # The mean is needed whole for the deviations; as a result it stays this rank's partial sum ``own``.
-        mean = all_reduce_sum(axes, own.detach().clone())
+        partial_mean = values.sum(self.dims, keepdim=True) / self.count
+        # The mean is needed whole for the deviations; as a result it stays this rank's partial sum ``partial_mean``.
+        mean = all_reduce_sum(axes, partial_mean.detach().clone())
         # Detached: the gradient of the variance by the mean is zero, because deviations sum to zero.
         out = (values - mean).square().sum(self.dims, keepdim=self.keepdim) / max(self.count - self.correction, 0.0)
         if self.root:
@@ -180,8 +180,8 @@ class ShardedVariance:
         if not self.mean:
             return out.to(self.dtype)
         if self.root:
-            own = _sum_differentiable(axes, own)
-        return out.to(self.dtype), (own if self.keepdim else own.squeeze(self.dims)).to(self.dtype)
+            partial_mean = _sum_differentiable(axes, partial_mean)
+        return out.to(self.dtype), (partial_mean if self.keepdim else partial_mean.squeeze(self.dims)).to(self.dtype)
 
 
 class PowerNorm(torch.autograd.Function):

@@ -68,13 +68,13 @@ class RingSchedule:
         """Return whether a rank sends the block that it has in a step to the next rank: if any later one needs it."""
         # The block has reached ``rank``; ranks rank + 1 to block + degree - 1 (mod degree) have not had it yet.
         block = rank - step
-        return any(self.wanted(further, block) for further in range(rank + 1, block + self.degree))
+        return any(self.wanted(later_rank, block) for later_rank in range(rank + 1, block + self.degree))
 
     @property
     def busiest_share(self) -> float:
         """Time of all steps, each as long as its busiest rank, as a share of the time of all scores on one rank."""
-        every = range(self.degree)
-        steps = (traced_max(*(self.scores[r][(r - step) % self.degree] for r in every)) for step in every)
+        ranks = range(self.degree)
+        steps = (traced_max(*(self.scores[r][(r - step) % self.degree] for r in ranks)) for step in ranks)
         return sum(steps) / traced_max(sum(map(sum, self.scores)), 1)
 
     def max_traffic(self, per_key: int, backward: bool) -> tuple[int, int]:
@@ -159,7 +159,7 @@ class _AttentionRank:
         """Add what the local queries see, until row maxima and sums of weights are those of all keys."""
         raise NotImplementedError
 
-    def add_gradients(self, way: AttentionGradients, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def add_gradients(self, gradients: AttentionGradients, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Accumulate the gradients of the local queries, and return those of the local keys and values."""
         raise NotImplementedError
 
@@ -206,7 +206,7 @@ class _AttentionFunction(torch.autograd.Function):
         query, key, value, mask, out, logsum = ctx.saved_tensors
         dtype = logsum.dtype
         row_dot = (grads[0].to(dtype) * out.to(dtype)).sum(-1, keepdim=True).sum_to_size(logsum.shape)
-        way = AttentionGradients(
+        gradients = AttentionGradients(
             ctx.rank.attention_queries(query, mask),
             grads[0],
             logsum,
@@ -214,9 +214,9 @@ class _AttentionFunction(torch.autograd.Function):
             torch.zeros_like(query, dtype=accumulation_dtype(query.dtype)),
             torch.zeros_like(mask, dtype=accumulation_dtype(query.dtype)) if ctx.needs_input_grad[3] else None,
         )
-        of_key, of_value = ctx.rank.add_gradients(way, key, value)
-        of_mask = None if way.mask_gradient is None else way.mask_gradient.to(mask.dtype)
-        return way.query_gradient.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_mask, None
+        of_key, of_value = ctx.rank.add_gradients(gradients, key, value)
+        of_mask = None if gradients.mask_gradient is None else gradients.mask_gradient.to(mask.dtype)
+        return gradients.query_gradient.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_mask, None
 
 
 @dataclass(frozen=True)
@@ -225,43 +225,43 @@ class _RingRank(_AttentionRank):
 
     def add_blocks(self, sums: OnlineSoftmax, queries: AttentionQueries, key: Tensor, value: Tensor) -> None:
         ring, me = self.schedule, self.axis.index
-        # Keys and values travel as one message; ``held`` is None once no later rank needs the block.
-        held: Tensor | None = _pack(key, value)
+        # Keys and values travel as one message; ``message`` is None once no later rank needs the block.
+        message: Tensor | None = _pack(key, value)
         for step in range(ring.degree):
             block = (me - step) % ring.degree
-            if held is not None and ring.wanted(me, block):
-                sums.add_block(queries, _unpack(held, key, value, ring.keys[block]))
-            held, _ = self._pass_on(step, held, key, value)
+            if message is not None and ring.wanted(me, block):
+                sums.add_block(queries, _unpack(message, key, value, ring.keys[block]))
+            message, _ = self._pass_on(step, message, key, value)
 
-    def add_gradients(self, way: AttentionGradients, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def add_gradients(self, gradients: AttentionGradients, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         ring, me = self.schedule, self.axis.index
         of_key, of_value = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (key, value))
-        held: Tensor | None = _pack(key, value)
+        message: Tensor | None = _pack(key, value)
         for step in range(ring.degree):
             block, homeward = (me - step) % ring.degree, None
-            if held is not None and ring.wanted(me, block):
-                pair = way.add_block(_unpack(held, key, value, ring.keys[block]))
+            if message is not None and ring.wanted(me, block):
+                pair = gradients.add_block(_unpack(message, key, value, ring.keys[block]))
                 if step:
                     # Gradients of another rank's keys go home in this step's exchange; those of the own keys (step 0)
                     # stay.
                     homeward = _pack(pair[0].to(key.dtype), pair[1].to(value.dtype))
                 else:
                     of_key, of_value = pair
-            held, home = self._pass_on(step, held, key, value, homeward, backward=True)
+            message, home = self._pass_on(step, message, key, value, homeward, backward=True)
             if home is not None:
                 part = _unpack(home, key, value, ring.keys[me])
                 of_key, of_value = of_key + part.key, of_value + part.value
         return of_key, of_value
 
     def _pass_on(
-        self, step: int, held: Tensor | None, key: Tensor, value: Tensor,
+        self, step: int, message: Tensor | None, key: Tensor, value: Tensor,
         homeward: Tensor | None = None, backward: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """Pass a block on around the ring; return the block received, and (backward) gradients of the own keys."""
         ring, n, me = self.schedule, self.schedule.degree, self.axis.index
         # Neighbours in the ring; ``asking`` has computed with this rank's keys in this step, ``home`` owns the block
         # just used.
-        after, before, asking, home = (me + 1) % n, (me - 1) % n, (me + step) % n, (me - step) % n
+        next_rank, previous_rank, asking, home = (me + 1) % n, (me - 1) % n, (me + step) % n, (me - step) % n
         returns = backward and step > 0
         # All ranks evaluate the same condition, so that either all or none call the exchange.
         if not any(ring.passes_on(step, r) or (returns and ring.wanted(r, r - step)) for r in range(n)):
@@ -270,15 +270,17 @@ class _RingRank(_AttentionRank):
         shapes: list[tuple[int] | None] = [None] * n
         pieces[me] = key.new_empty(0)  # gives the dtype, also on a rank that sends nothing
         if ring.passes_on(step, me):
-            pieces[after] = held
-        if ring.passes_on(step, before):
-            shapes[before] = (_packed_elements(key, value, ring.keys[(before - step) % n]),)
+            pieces[next_rank] = message
+        if ring.passes_on(step, previous_rank):
+            shapes[previous_rank] = (_packed_elements(key, value, ring.keys[(previous_rank - step) % n]),)
         if returns and ring.wanted(me, home):
             pieces[home] = homeward
-        if returns and ring.wanted(asking, me):  # asking == before only in the last step, which passes nothing on
+        if returns and ring.wanted(
+            asking, me
+        ):  # asking == previous_rank only in the last step, which passes nothing on
             shapes[asking] = (_packed_elements(key, value, ring.keys[me]),)
         parts = self.axis.exchange(pieces, shapes)
-        handed = parts[before] if ring.passes_on(step, before) else None
+        handed = parts[previous_rank] if ring.passes_on(step, previous_rank) else None
         return handed, parts[asking] if returns and ring.wanted(asking, me) else None
 
 
@@ -292,10 +294,10 @@ def _pack(key: Tensor, value: Tensor) -> Tensor:
     return torch.cat([key.reshape(-1), value.reshape(-1)])
 
 
-def _unpack(both: Tensor, key: Tensor, value: Tensor, span: Span) -> KeyValueBlock:
+def _unpack(message: Tensor, key: Tensor, value: Tensor, span: Span) -> KeyValueBlock:
     """Return the keys and values at ``span`` from a flat message, shaped like the local ones."""
     shapes = [(*x.shape[:-2], span_length(span), x.shape[-1]) for x in (key, value)]
-    keys, values = both.split([math.prod(shape) for shape in shapes])
+    keys, values = message.split([math.prod(shape) for shape in shapes])
     return KeyValueBlock(keys.view(shapes[0]), values.view(shapes[1]), span, span)
 
 
@@ -314,5 +316,5 @@ class _KeysRank(_AttentionRank):
         # The output is a partial sum here: its row products must be summed before the gradient of softmax.
         return self.axis.all_reduce(row_dot.contiguous())
 
-    def add_gradients(self, way: AttentionGradients, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return way.add_block(KeyValueBlock(key, value, self.keys))
+    def add_gradients(self, gradients: AttentionGradients, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients.add_block(KeyValueBlock(key, value, self.keys))

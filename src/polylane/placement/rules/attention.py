@@ -54,8 +54,8 @@ def _samples_and_heads(call: OperatorCall) -> Iterator[Strategy]:
         letters[-1] = None
     inputs: list[Letters] = []
     for value in call.inputs:
-        own = letters[len(letters) - (value.dim - 2) :] if value.dim > 2 else []
-        inputs.append([*(None if n == 1 else k for n, k in zip(value.shape, own, strict=False)), None, None])
+        labels = letters[len(letters) - (value.dim - 2) :] if value.dim > 2 else []
+        inputs.append([*(None if n == 1 else k for n, k in zip(value.shape, labels, strict=False)), None, None])
     names = {ascii_letters[d]: "batch" if d == 0 else f"dim {d}" for d in range(out.dim - 2)}
     if out.dim > 3:
         names[ascii_letters[out.dim - 3]] = "heads"
@@ -88,17 +88,17 @@ def _group_strategies(call: OperatorCall) -> Iterator[Strategy]:
     out, query, sharing = call.outputs[0], call["query"], (call["key"], call["value"])
     heads = out.shape[-3]
     places = [query.at(-3), out.at(-3), *_mask_dimension(call, -3)]
-    found: dict[Cuts, None] = dict.fromkeys(call.common_cuts(*places))
+    offered_cuts: dict[Cuts, None] = dict.fromkeys(call.common_cuts(*places))
     for value in sharing:
         # What neighbours of keys and values ask for counts in groups: scale it to query heads.
         for cuts in call.common_cuts(value.at(-3)):
-            found[scale_cuts(cuts, heads // value.shape[-3])] = None
-    for cuts in found:
+            offered_cuts[scale_cuts(cuts, heads // value.shape[-3])] = None
+    for cuts in offered_cuts:
         placed: dict[int, Placement] = {query.index: Shard(query.dim - 3, cuts), **_mask_placement(call, -3, cuts)}
         for value in sharing:
-            own = divide_cuts(cuts, heads // value.shape[-3])
-            if own is not None and value.shape[-3] > 1:
-                placed[value.index] = Shard(value.dim - 3, own)
+            group_cuts = divide_cuts(cuts, heads // value.shape[-3])
+            if group_cuts is not None and value.shape[-3] > 1:
+                placed[value.index] = Shard(value.dim - 3, group_cuts)
         yield call.strategy("heads", placed, Shard(out.dim - 3, cuts), local=_attend_groups)
 
 
@@ -114,12 +114,12 @@ def _attend_groups(edit: RankCall) -> None:
         # The key head of each local query head; if every key head serves equally many in a row, torch's own grouping
         # does it.
         used = [head // group for start, stop in cut.ranges(edit.index) for head in range(start, stop)]
-        own = list(dict.fromkeys(used))
-        times = len(used) // max(len(own), 1)
-        if used != [head for head in own for _ in range(times)]:
-            own = used
-        if own != list(range(value.shape[-3])):
-            edit[name] = edit.insert(select_heads, tuple(own), edit[name])
+        key_heads = list(dict.fromkeys(used))
+        times = len(used) // max(len(key_heads), 1)
+        if used != [head for head in key_heads for _ in range(times)]:
+            key_heads = used
+        if key_heads != list(range(value.shape[-3])):
+            edit[name] = edit.insert(select_heads, tuple(key_heads), edit[name])
     _attend_locally(edit)
 
 
@@ -132,11 +132,11 @@ def _query_strategies(call: OperatorCall) -> Iterator[Strategy]:
     keys = ((0, call["key"].shape[-2]),)
     for cuts in _sequence_cuts(call, query.at(-2), out.at(-2), *_mask_dimension(call, -2)):
         placed = {query.index: Shard(query.dim - 2, cuts), **_mask_placement(call, -2, cuts)}
-        given = Shard(out.dim - 2, cuts)
+        target = Shard(out.dim - 2, cuts)
         # Causal queries see more keys the later they are: the busiest rank need not have most queries.
-        scores = [count_scores(span, keys, call["is_causal"]) for span in given.ranges_by_rank]
-        work = traced_max(*scores) / traced_max(sum(scores), 1)
-        yield call.strategy("query positions", placed, given, local=_attend_local_queries, work=work)
+        scores = [count_scores(span, keys, call["is_causal"]) for span in target.ranges_by_rank]
+        share = traced_max(*scores) / traced_max(sum(scores), 1)
+        yield call.strategy("query positions", placed, target, local=_attend_local_queries, work=share)
 
 
 def _attend_local_queries(edit: RankCall) -> None:
@@ -144,14 +144,14 @@ def _attend_local_queries(edit: RankCall) -> None:
     if not edit.call["is_causal"]:
         return
     # Local queries are not at the start of the sequence: torch's is_causal would mask by local positions.
-    queries, own = edit.output_shard().ranges(edit.index), unwrap_settings(edit.target)
+    queries, function = edit.output_shard().ranges(edit.index), unwrap_settings(edit.target)
     if edit.call.prefix:
         mask = edit.insert(causal_mask, queries, edit["query"], edit["key"], edit["attn_mask"])
         edit["attn_mask"], edit["is_causal"] = mask, False
-    elif isinstance(own, RingOverKeys):
-        edit.target = wrap_like(edit.target, RingOverKeys(own.keys, queries))
+    elif isinstance(function, RingOverKeys):
+        edit.target = wrap_like(edit.target, RingOverKeys(function.keys, queries))
     else:
-        edit.target = wrap_like(edit.target, CausalAttention(own, queries))
+        edit.target = wrap_like(edit.target, CausalAttention(function, queries))
 
 
 def _ring_strategies(call: OperatorCall) -> Iterator[Strategy]:
@@ -173,14 +173,14 @@ def _ring_strategies(call: OperatorCall) -> Iterator[Strategy]:
     sizes = (math.prod(x.shape) // max(x.shape[-2], 1) for x in (key, value))
     per_key = sum(sizes) * key.dtype.itemsize
     for rows, columns in pairs:
-        given = Shard(out.dim - 2, rows)
+        target = Shard(out.dim - 2, rows)
         placed: dict[int, Placement] = {query.index: Shard(query.dim - 2, rows), **_mask_placement(call, -2, rows)}
         placed |= {x.index: Shard(x.dim - 2, columns) for x in (key, value)}
         circle = RingSchedule(Shard(0, rows).ranges_by_rank, Shard(0, columns).ranges_by_rank, call["is_causal"])
         sent, messages = circle.max_traffic(per_key, out.gradient)
         name = "ring" if len(rows) == 1 else "striped ring"
         local = partial(_attend_ring, circle)
-        yield call.strategy(name, placed, given, local=local, work=circle.busiest_share, sent=sent, messages=messages)
+        yield call.strategy(name, placed, target, local=local, work=circle.busiest_share, sent=sent, messages=messages)
 
 
 def _attend_ring(circle: RingSchedule, edit: RankCall) -> None:
@@ -199,9 +199,9 @@ def _key_strategies(call: OperatorCall) -> Iterator[Strategy]:
         scores = [count_scores(queries, span, call["is_causal"]) for span in Shard(0, cuts).ranges_by_rank]
         reductions = 3 if out.gradient else 2  # of the row maximum and the row sum; backward of one number per row
         sent = reductions * (call.degree - 1) * rows * accumulation_dtype(key.dtype).itemsize
-        work = traced_max(*scores) / traced_max(sum(scores), 1)
+        share = traced_max(*scores) / traced_max(sum(scores), 1)
         yield call.strategy(
-            "keys", placed, PARTIAL, local=_attend_local_keys, work=work, sent=sent, messages=reductions
+            "keys", placed, PARTIAL, local=_attend_local_keys, work=share, sent=sent, messages=reductions
         )  # fmt: skip
 
 
@@ -215,20 +215,20 @@ def _score_shape(call: OperatorCall) -> tuple[int, ...]:
 def _attend_local_keys(edit: RankCall) -> None:
     cut = edit.input_shard(edit.call["key"].index)
     # Another axis may have sharded causal queries already: keep their positions for the mask.
-    own = unwrap_settings(edit.target)
-    queries = own.queries if isinstance(own, CausalAttention) else None
+    function = unwrap_settings(edit.target)
+    queries = function.queries if isinstance(function, CausalAttention) else None
     edit.target = wrap_like(edit.target, RingOverKeys(cut.ranges(edit.index), queries))
     edit.prefix = [*edit.prefix, edit.axis]
 
 
 def _sequence_cuts(call: OperatorCall, *places: Place) -> list[Cuts]:
     """Return the cuts to offer for a sequence; for a causal one also stripes."""
-    found = call.common_cuts(*places)
-    if found and call["is_causal"]:
-        striped = _striped_cuts(found[0][-1][-1], call.degree)
-        if striped not in found:
-            found.append(striped)
-    return found
+    cuts = call.common_cuts(*places)
+    if cuts and call["is_causal"]:
+        striped = _striped_cuts(cuts[0][-1][-1], call.degree)
+        if striped not in cuts:
+            cuts.append(striped)
+    return cuts
 
 
 def _striped_cuts(size: int, degree: int) -> Cuts:

@@ -29,8 +29,8 @@ def label_inputs(call: OperatorCall, labels: Mapping[int, Letters]) -> list[Lett
 
 def broadcast_labels(value: TensorValue, letters: Letters) -> list[str | None]:
     """Return the labels of a value that broadcasts to dimensions with labels ``letters``."""
-    own = letters[len(letters) - value.dim :]
-    return [None if n == 1 else letter for n, letter in zip(value.shape, own, strict=True)]
+    labels = letters[len(letters) - value.dim :]
+    return [None if n == 1 else letter for n, letter in zip(value.shape, labels, strict=True)]
 
 
 def broadcast_input_labels(call: OperatorCall, letters: Letters) -> list[list[str | None]]:
@@ -77,25 +77,25 @@ def strategies_by_dimension(
         skip: labels that are not to be sharded.
     """
     places: dict[str, list[Place]] = {}
-    for part, every in (("in", inputs), ("out", outputs)):
-        for index, letters in enumerate(every):
+    for part, labels in (("in", inputs), ("out", outputs)):
+        for index, letters in enumerate(labels):
             for dim, letter in enumerate(letters):
                 if letter is not None and letter not in skip:
                     places.setdefault(letter, []).append((part, index, dim))
-    for letter, where in places.items():
+    for letter, letter_places in places.items():
         # A label that is missing in the output must be summed over; otherwise ranks would have different whole results.
         if letter not in summed and not all(letter in letters for letters in outputs):
             continue
-        for cuts in call.common_cuts(*where):
-            given: list[Placement] = [_placement_of_label(letters, letter, cuts, PARTIAL) for letters in outputs]
+        for cuts in call.common_cuts(*letter_places):
+            targets: list[Placement] = [_placement_of_label(letters, letter, cuts, PARTIAL) for letters in outputs]
             # An input without the label feeds only this rank's part: its gradient is a partial sum.
-            rest: Placement = REPLICATE_PARTIAL_GRAD
+            default: Placement = REPLICATE_PARTIAL_GRAD
             placed = {
-                i: _placement_of_label(letters, letter, cuts, PARTIAL if letter in summed and i in added else rest)
+                i: _placement_of_label(letters, letter, cuts, PARTIAL if letter in summed and i in added else default)
                 for i, letters in enumerate(inputs)
             }
             at = list(outputs[0]).index(letter) if letter in outputs[0] else letter
-            yield call.strategy((names or {}).get(letter, f"dim {at}"), placed, given, local=local)
+            yield call.strategy((names or {}).get(letter, f"dim {at}"), placed, targets, local=local)
 
 
 def _placement_of_label(letters: Letters, letter: str, cuts: Cuts, otherwise: Placement) -> Placement:

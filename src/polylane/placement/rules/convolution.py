@@ -102,23 +102,23 @@ def _by_filters(call: OperatorCall, form: ConvolutionShape) -> Iterator[Strategy
     """Yield shards of each group's filters."""
     out = call.outputs[0]
     size = out.shape[form.channels] // form.groups
-    asked = [(out, form.channels), (form.weight, form.filter_dim), *((bias, 0) for bias in form.biases)]
+    dims = [(out, form.channels), (form.weight, form.filter_dim), *((bias, 0) for bias in form.biases)]
     # Each group is cut alike, so that every rank keeps all groups and the argument ``groups`` stays as it is.
-    for cuts in per_group(call, form.groups, size, asked):
-        every = repeat_cuts(cuts, size, form.groups)
-        placed = {form.weight.index: Shard(form.filter_dim, cuts if form.transposed else every)}
-        placed |= {bias.index: Shard(0, every) for bias in form.biases}
-        yield skip_empty_ranks(call.strategy("filters", placed, Shard(form.channels, every)))
+    for cuts in per_group(call, form.groups, size, dims):
+        channel_cuts = repeat_cuts(cuts, size, form.groups)
+        placed = {form.weight.index: Shard(form.filter_dim, cuts if form.transposed else channel_cuts)}
+        placed |= {bias.index: Shard(0, channel_cuts) for bias in form.biases}
+        yield skip_empty_ranks(call.strategy("filters", placed, Shard(form.channels, channel_cuts)))
 
 
 def _by_input_channels(call: OperatorCall, form: ConvolutionShape) -> Iterator[Strategy]:
     """Yield shards of each group's input channels: every rank has a partial sum of every output."""
     size = form.x.shape[form.channels] // form.groups
     for cuts in per_group(call, form.groups, size, [(form.x, form.channels), (form.weight, 1 - form.filter_dim)]):
-        every = repeat_cuts(cuts, size, form.groups)
+        channel_cuts = repeat_cuts(cuts, size, form.groups)
         placed: dict[int, Placement] = {
-            form.x.index: Shard(form.channels, every),
-            form.weight.index: Shard(1 - form.filter_dim, every if form.transposed else cuts),
+            form.x.index: Shard(form.channels, channel_cuts),
+            form.weight.index: Shard(1 - form.filter_dim, channel_cuts if form.transposed else cuts),
         }
         # The bias is added once in the sum over ranks, not once per rank.
         placed |= {bias.index: PARTIAL for bias in form.biases}
@@ -141,30 +141,30 @@ def biased(spatial: int, x: Tensor, bias: Tensor | None = None) -> Tensor:
     return x if bias is None else (x + bias.view(-1, *[1] * spatial)).to(x.dtype)
 
 
-def per_group(call: OperatorCall, groups: int, size: int, asked: Sequence[tuple[TensorValue, int]]) -> Iterator[Cuts]:
+def per_group(call: OperatorCall, groups: int, size: int, dims: Sequence[tuple[TensorValue, int]]) -> Iterator[Cuts]:
     """Yield cuts of the ``size`` channels of one group, from cuts of all groups that neighbours ask for."""
 
     def of_one_group(value: TensorValue, dim: int, cuts: Cuts) -> Cuts | None:
-        one = slice_cuts(cuts, 0, size)
-        return one if value.shape[dim] == size or repeat_cuts(one, size, groups) == cuts else None
+        group_cuts = slice_cuts(cuts, 0, size)
+        return group_cuts if value.shape[dim] == size or repeat_cuts(group_cuts, size, groups) == cuts else None
 
-    wishes = ((value, dim, cuts) for value, dim in asked for cuts in call.common_cuts(value.at(dim)))
+    wishes = ((value, dim, cuts) for value, dim in dims for cuts in call.common_cuts(value.at(dim)))
     return _even_and_asked_cuts(call, size, (of_one_group(*wish) for wish in wishes))
 
 
-def _even_and_asked_cuts(call: OperatorCall, size: int, asked: Iterable[Cuts | None]) -> Iterator[Cuts]:
+def _even_and_asked_cuts(call: OperatorCall, size: int, candidates: Iterable[Cuts | None]) -> Iterator[Cuts]:
     """Yield the even cuts of ``size`` units, and those that neighbours ask for and that fit; none of a single unit."""
     if size > 1:
-        yield from dict.fromkeys([even_cuts(size, call.degree), *(cuts for cuts in asked if cuts is not None)])
+        yield from dict.fromkeys([even_cuts(size, call.degree), *(cuts for cuts in candidates if cuts is not None)])
 
 
 def _by_groups(call: OperatorCall, form: ConvolutionShape) -> Iterator[Strategy]:
     """Yield shards of whole groups, with their channels and their filters."""
     groups, out = form.groups, call.outputs[0]
-    read, made = form.x.shape[form.channels] // groups, out.shape[form.channels] // groups
-    first = read if form.transposed else made
-    parts = [(form.x, form.channels, read), (form.weight, 0, first), (out, form.channels, made)]
-    parts += [(bias, 0, made) for bias in form.biases]
+    read, out_channels = form.x.shape[form.channels] // groups, out.shape[form.channels] // groups
+    weight_size = read if form.transposed else out_channels
+    parts = [(form.x, form.channels, read), (form.weight, 0, weight_size), (out, form.channels, out_channels)]
+    parts += [(bias, 0, out_channels) for bias in form.biases]
     yield from map(skip_empty_ranks, strategies_in_units(call, "groups", groups, parts, set_local_groups))
 
 
@@ -190,15 +190,15 @@ def strategies_in_units(
         yield call.strategy(name, inputs, [shard for value, shard in shards if value.side == "out"], local=local)
 
 
-def in_units(call: OperatorCall, count: int, asked: Sequence[tuple[TensorValue, int, int]]) -> Iterator[Cuts]:
+def in_units(call: OperatorCall, count: int, dims: Sequence[tuple[TensorValue, int, int]]) -> Iterator[Cuts]:
     """Yield cuts of ``count`` units that stay whole: the even one, and those that neighbours ask for.
 
     Args:
         call: the operator whose neighbours are asked.
         count: number of units in the dimension.
-        asked: a tensor, its dimension that consists of these units, and the length of a unit there.
+        dims: a tensor, its dimension that consists of these units, and the length of a unit there.
     """
-    reduced = (divide_cuts(cuts, unit) for value, dim, unit in asked for cuts in call.common_cuts(value.at(dim)))
+    reduced = (divide_cuts(cuts, unit) for value, dim, unit in dims for cuts in call.common_cuts(value.at(dim)))
     return _even_and_asked_cuts(call, count, reduced)
 
 
@@ -250,14 +250,14 @@ def _by_position(call: OperatorCall, form: ConvolutionShape, d: int) -> Iterator
     name = POSITIONS[spatial][d]
     padding = call["padding"]
     kernel, dilation = form.weight.shape[2 + d], per_dimension(call["dilation"], spatial)[d]
-    same = padding == "same"
+    is_same = padding == "same"
     # torch pads "same" unevenly: the smaller half comes before.
-    before = (kernel - 1) * dilation // 2 if same else 0 if padding == "valid" else per_dimension(padding, spatial)[d]
-    window = ReadWindow(kernel, per_dimension(call["stride"], spatial)[d], dilation, before)
+    front = (kernel - 1) * dilation // 2 if is_same else 0 if padding == "valid" else per_dimension(padding, spatial)[d]
+    window = ReadWindow(kernel, per_dimension(call["stride"], spatial)[d], dilation, front)
 
     def unpadded(edit: RankCall, start: int, stop: int) -> None:
-        if same:  # "same" pads the local input again and returns as many outputs: keep those in the middle
-            edit.append(trim, dim, before, stop - start)
+        if is_same:  # "same" pads the local input again and returns as many outputs: keep those in the middle
+            edit.append(trim, dim, front, stop - start)
         elif padding != "valid":
             set_argument(edit, "padding", d, spatial, 0)
 
@@ -265,8 +265,8 @@ def _by_position(call: OperatorCall, form: ConvolutionShape, d: int) -> Iterator
         # No padding or output_padding locally: compute all outputs of the fetched inputs, and keep this rank's.
         set_argument(edit, "padding", d, spatial, 0)
         set_argument(edit, "output_padding", d, spatial, 0)
-        ((first, _),) = window.feeds(start, stop)
-        edit.append(trim, dim, start - (first * window.stride - before), stop - start)
+        ((first_input, _),) = window.feeds(start, stop)
+        edit.append(trim, dim, start - (first_input * window.stride - front), stop - start)
 
     if form.transposed:
         yield from strategies_by_position(call, name, "input", dim, window.feeds, written)

@@ -53,5 +53,5 @@ def embedding_bag(call: OperatorCall) -> Iterator[Strategy]:
         return
     for cuts in call.common_cuts(table.at(1), call.outputs[0].at(1)):
         # The index of the maximum (mode "max") is known per feature; other outputs are per bag or per index, and whole.
-        given: list[Placement] = [Shard(1, cuts) if out.dim == 2 else REPLICATE_PARTIAL_GRAD for out in call.outputs]
-        yield call.strategy("features", {table.index: Shard(1, cuts)}, given)
+        targets: list[Placement] = [Shard(1, cuts) if out.dim == 2 else REPLICATE_PARTIAL_GRAD for out in call.outputs]
+        yield call.strategy("features", {table.index: Shard(1, cuts)}, targets)

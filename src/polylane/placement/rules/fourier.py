@@ -35,6 +35,6 @@ def short_time(call: OperatorCall) -> Iterator[Strategy]:
     """Spectra of windows of a signal: signals, where there are several, are independent of each other."""
     x, out = call["self"], call.outputs[0]
     if x.dim == 2:
-        others = [[None] * value.dim for value in call.inputs if value is not x]
-        yield from strategies_by_dimension(call, [["b", None], *others], [["b", *[None] * (out.dim - 1)]])
+        other_labels = [[None] * value.dim for value in call.inputs if value is not x]
+        yield from strategies_by_dimension(call, [["b", None], *other_labels], [["b", *[None] * (out.dim - 1)]])
     yield from partial_sums(call, x)

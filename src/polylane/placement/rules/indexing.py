@@ -35,14 +35,14 @@ def _index_labels(
         width = index.dim if index is not None and _is_mask(index) else 1
         touched += range(at, at + width) if index is not None else ()
         at += width
-    given = [i for i in indices if i is not None]
-    own = label_dimensions(x, touched)
-    masked = any(map(_is_mask, given))  # the number of selected rows depends on the data: not sharded
-    wide = [None if masked else c for c in ascii_uppercase[: max((1 if _is_mask(i) else i.dim) for i in given)]]
-    rest = [letter for d, letter in enumerate(own) if d not in touched]
+    tensors = [i for i in indices if i is not None]
+    labels = label_dimensions(x, touched)
+    masked = any(map(_is_mask, tensors))  # the number of selected rows depends on the data: not sharded
+    wide = [None if masked else c for c in ascii_uppercase[: max((1 if _is_mask(i) else i.dim) for i in tensors)]]
+    other_labels = [letter for d, letter in enumerate(labels) if d not in touched]
     adjacent = touched == list(range(touched[0], touched[0] + len(touched)))
-    first = touched[0] if adjacent else 0  # as in numpy: otherwise positions come first
-    return own, wide, rest[:first] + wide + rest[first:]
+    position = touched[0] if adjacent else 0  # as in numpy: otherwise positions come first
+    return labels, wide, other_labels[:position] + wide + other_labels[position:]
 
 
 def _position_labels(index: TensorValue, wide: Sequence[str | None]) -> list[str | None]:
@@ -51,16 +51,16 @@ def _position_labels(index: TensorValue, wide: Sequence[str | None]) -> list[str
 
 def _has_plain_positions(x: TensorValue, indices: Sequence[TensorValue | None]) -> bool:
     """Return whether there are positions, and none that add a dimension (a mask without dimensions)."""
-    given = [i for i in indices if i is not None]
-    return bool(given) and x.dim <= 26 and not any(_is_mask(i) and i.dim == 0 for i in given)
+    tensors = [i for i in indices if i is not None]
+    return bool(tensors) and x.dim <= 26 and not any(_is_mask(i) and i.dim == 0 for i in tensors)
 
 
 def _masked_dimensions(x: TensorValue, indices: Sequence[TensorValue | None]) -> Letters | None:
     """Return the labels of the dimensions of ``x`` that a mask stands for, if that is the only index."""
-    given = [(at, i) for at, i in enumerate(indices) if i is not None]
-    if len(given) != 1 or x.dim > 26 or not _is_mask(given[0][1]) or given[0][1].dim == 0:
+    entries = [(at, i) for at, i in enumerate(indices) if i is not None]
+    if len(entries) != 1 or x.dim > 26 or not _is_mask(entries[0][1]) or entries[0][1].dim == 0:
         return None
-    at, mask = given[0]
+    at, mask = entries[0]
     return label_dimensions(x)[at : at + mask.dim]
 
 
@@ -70,9 +70,9 @@ def index(call: OperatorCall) -> Iterator[Strategy]:
     x, indices = call["self"], call["indices"]
     yield from partial_sums(call, x)
     if _has_plain_positions(x, indices):
-        own, wide, made = _index_labels(x, indices)
+        labels, wide, result = _index_labels(x, indices)
         yield from strategies_by_dimension(
-            call, [own, *(_position_labels(i, wide) for i in indices if i is not None)], [made]
+            call, [labels, *(_position_labels(i, wide) for i in indices if i is not None)], [result]
         )
 
 
@@ -81,37 +81,37 @@ def index_put(call: OperatorCall) -> Iterator[Strategy]:
     """x with values written at positions: dimensions that are not indexed; with accumulate, also the positions."""
     x, values, indices = call["self"], call["values"], call["indices"]
     yield from partial_sums(call, x, values)
-    masked, own = _masked_dimensions(x, indices), label_dimensions(x)
+    masked, labels = _masked_dimensions(x, indices), label_dimensions(x)
     # Dimensions after those that a mask at the beginning stands for: a value of these alone is the same wherever it is.
-    after = own[len(masked) :] if masked is not None and indices[0] is not None else []
-    if masked is not None and (values.count == 1 or values.dim <= len(after)):  # elementwise
-        written = broadcast_labels(values, after) if values.dim <= len(after) else no_labels(values)
-        yield from strategies_by_dimension(call, [own, masked, written], [own])
+    tail = labels[len(masked) :] if masked is not None and indices[0] is not None else []
+    if masked is not None and (values.count == 1 or values.dim <= len(tail)):  # elementwise
+        written = broadcast_labels(values, tail) if values.dim <= len(tail) else no_labels(values)
+        yield from strategies_by_dimension(call, [labels, masked, written], [labels])
         return
     if not _has_plain_positions(x, indices):
         return
-    own, wide, found = _index_labels(x, indices)
-    if values.dim > len(found):
+    labels, wide, result = _index_labels(x, indices)
+    if values.dim > len(result):
         return
-    letters = [own, *(_position_labels(i, wide) for i in indices if i is not None), broadcast_labels(values, found)]
+    letters = [labels, *(_position_labels(i, wide) for i in indices if i is not None), broadcast_labels(values, result)]
     positions = "".join(letter for letter in wide if letter)
-    yield from _write_strategies(call, letters, own, positions, call["accumulate"])
+    yield from _write_strategies(call, letters, labels, positions, call["accumulate"])
 
 
 def _write_strategies(
-    call: OperatorCall, inputs: Sequence[Letters], own: Letters, positions: str, adds: bool
+    call: OperatorCall, inputs: Sequence[Letters], labels: Letters, positions: str, adds: bool
 ) -> Iterator[Strategy]:
     """Yield shards of dimensions that are not indexed, and of the positions where written values add up.
 
     Args:
         call: the operator, which returns its input "self" with other values at positions.
         inputs: a label for every dimension of every input.
-        own: labels of "self" and of the result.
+        labels: labels of "self" and of the result.
         positions: labels of the positions.
         adds: whether values are added; overwriting ones would depend on which rank writes last.
     """
     yield from strategies_by_dimension(
-        call, inputs, [own],
+        call, inputs, [labels],
         names=dict.fromkeys(positions, "positions"), added=[call["self"].index],
         summed=positions if adds else "", skip="" if adds else positions,
     )  # fmt: skip
@@ -124,8 +124,8 @@ def index_select(call: OperatorCall) -> Iterator[Strategy]:
     yield from partial_sums(call, x)
     if x.dim and at.dim:
         dim = int(call["dim"]) % x.dim
-        own = label_dimensions(x, (dim,))
-        yield from strategies_by_dimension(call, [own, ["P"]], [[*own[:dim], "P", *own[dim + 1 :]]])
+        labels = label_dimensions(x, (dim,))
+        yield from strategies_by_dimension(call, [labels, ["P"]], [[*labels[:dim], "P", *labels[dim + 1 :]]])
 
 
 @rule("gather", "take_along_dim")
@@ -142,9 +142,9 @@ def gather(call: OperatorCall) -> Iterator[Strategy]:
         letters = [
             c if x.shape[d] == n or d == dim else None for d, (c, n) in enumerate(zip(letters, at.shape, strict=True))
         ]
-    own = broadcast_labels(x, letters)
-    own[dim] = None
-    yield from strategies_by_dimension(call, [own, broadcast_labels(at, letters)], [letters])
+    labels = broadcast_labels(x, letters)
+    labels[dim] = None
+    yield from strategies_by_dimension(call, [labels, broadcast_labels(at, letters)], [letters])
 
 
 @rule("scatter", "scatter_add", "scatter_reduce")
@@ -157,15 +157,15 @@ def scatter(call: OperatorCall) -> Iterator[Strategy]:
     if x.dim == 0 or at.dim != x.dim or (src is not None and src.dim != x.dim):
         return
     dim = int(call["dim"]) % x.dim
-    every = [x, at] if src is None else [x, at, src]
+    tensors = [x, at] if src is None else [x, at, src]
     # Only dimensions of equal length in all tensors can be cut alike.
-    own = label_dimensions(x, [d for d in range(x.dim) if d == dim or len({v.shape[d] for v in every}) > 1])
-    lists = [list(own) for _ in every]
+    labels = label_dimensions(x, [d for d in range(x.dim) if d == dim or len({v.shape[d] for v in tensors}) > 1])
+    lists = [list(labels) for _ in tensors]
     adds = src is not None and kind in ("sum", "add") and call.arguments.get("include_self", True)
     if src is not None and src.shape[dim] == at.shape[dim]:
         lists[1][dim] = lists[2][dim] = "P"
-    letters = dict(zip([v.index for v in every], lists, strict=True))
-    yield from _write_strategies(call, label_inputs(call, letters), own, "P", adds)
+    letters = dict(zip([v.index for v in tensors], lists, strict=True))
+    yield from _write_strategies(call, label_inputs(call, letters), labels, "P", adds)
 
 
 @rule("index_add", "index_copy", "index_fill")
@@ -177,11 +177,11 @@ def index_add(call: OperatorCall) -> Iterator[Strategy]:
     if x.dim == 0 or at.dim == 0 or (source is not None and source.dim != x.dim):
         return
     dim, adds = int(call["dim"]) % x.dim, call.base == "index_add"
-    own = label_dimensions(x, (dim,))
-    letters: dict[int, Letters] = {x.index: own, at.index: ["P"]}
+    labels = label_dimensions(x, (dim,))
+    letters: dict[int, Letters] = {x.index: labels, at.index: ["P"]}
     if source is not None:
-        letters[source.index] = [*own[:dim], "P", *own[dim + 1 :]]
-    yield from _write_strategies(call, label_inputs(call, letters), own, "P", adds)
+        letters[source.index] = [*labels[:dim], "P", *labels[dim + 1 :]]
+    yield from _write_strategies(call, label_inputs(call, letters), labels, "P", adds)
 
 
 @rule("one_hot")

@@ -34,8 +34,8 @@ def elementwise(call: OperatorCall) -> Iterator[Strategy]:
     inputs = [broadcast_labels(value, letters) for value in call.inputs]
     skip = ""
     if call.base in _OWN_MEAN and call["reduction"] == MEAN:
-        differentiated = [own for own, value in zip(inputs, call.inputs, strict=True) if value.gradient]
-        skip = "".join(letter for letter in letters if any(letter not in own for own in differentiated))
+        differentiated = [labels for labels, value in zip(inputs, call.inputs, strict=True) if value.gradient]
+        skip = "".join(letter for letter in letters if any(letter not in labels for labels in differentiated))
     yield from _by_rows(call, inputs, letters, skip=skip)
 
 
@@ -44,17 +44,17 @@ def triplet(call: OperatorCall) -> Iterator[Strategy]:
     """Three tensors (..., features), broadcast: all dimensions but the last."""
     letters = _all_dimensions(call)
     inputs = [broadcast_labels(value, letters) for value in call.inputs]
-    yield from _by_rows(call, [[*own[:-1], None] if own else own for own in inputs], letters[:-1])
+    yield from _by_rows(call, [[*labels[:-1], None] if labels else labels for labels in inputs], letters[:-1])
 
 
 @rule("cosine_embedding_loss", "multi_margin_loss", "multilabel_margin_loss")
 def by_samples(call: OperatorCall) -> Iterator[Strategy]:
     """Vectors (samples, features) with a target each (samples), or one vector: by samples."""
-    first = call.inputs[0]
-    if first.dim != 2:
+    x = call.inputs[0]
+    if x.dim != 2:
         return
     weight = call.arguments.get("weight")
-    rows = [value for value in call.inputs if value is not weight and value.dim and value.shape[0] == first.shape[0]]
+    rows = [value for value in call.inputs if value is not weight and value.dim and value.shape[0] == x.shape[0]]
     inputs = label_inputs(call, {value.index: ["a", *[None] * (value.dim - 1)] for value in rows})
     yield from filter(covers_all_ranks, _by_rows(call, inputs, ["a"]))
 
@@ -134,10 +134,10 @@ def _class_dim(call: OperatorCall) -> int:
 
 def _by_targets(call: OperatorCall) -> Iterator[Strategy]:
     scores, target = call["self"], call["target"]
-    each: list[str | None] = [*ascii_lowercase[: scores.dim]]
-    each[_class_dim(call)] = None
-    rows = [letter for letter in each if letter is not None]
-    inputs = label_inputs(call, {scores.index: each, target.index: each if _has_probabilities(call) else rows})
+    labels: list[str | None] = [*ascii_lowercase[: scores.dim]]
+    labels[_class_dim(call)] = None
+    rows = [letter for letter in labels if letter is not None]
+    inputs = label_inputs(call, {scores.index: labels, target.index: labels if _has_probabilities(call) else rows})
     mean = call["reduction"] == MEAN
     # With class indices the divisor is the number (or weight) of targets not ignored: counted over ranks in the kernel.
     counted = mean and not _has_probabilities(call)

@@ -47,18 +47,18 @@ def multilinear(
                 sizes[letter] = max(sizes.get(letter, size), size) if size != 1 else sizes.get(letter, 1)
     inputs: list[Letters] = [[]] * len(call.inputs)
     for i, letters in factors.items():
-        own = call.inputs[i].shape
-        inputs[i] = [None if n != sizes.get(c or "") else c for n, c in zip(own, letters, strict=True)]
+        shape = call.inputs[i].shape
+        inputs[i] = [None if n != sizes.get(c or "") else c for n, c in zip(shape, letters, strict=True)]
     if added is not None:
         inputs[added.index] = broadcast_labels(added, output)
-    last = [] if added is None else [added.index]
+    addends = [] if added is None else [added.index]
     summed = "".join(letter for letter in sizes if letter not in output)
-    yield from strategies_by_dimension(call, inputs, [output], names=names, summed=summed, added=last, skip=skip)
+    yield from strategies_by_dimension(call, inputs, [output], names=names, summed=summed, added=addends, skip=skip)
     # Linear in each factor: with one factor a partial sum, the others whole, the output is a partial sum.
     for i in factors:
         value = call.inputs[i]
         if value not in whole and (value.dtype.is_floating_point or value.dtype.is_complex):
-            yield call.strategy("summands", dict.fromkeys((i, *last), PARTIAL), PARTIAL)
+            yield call.strategy("summands", dict.fromkeys((i, *addends), PARTIAL), PARTIAL)
 
 
 @rule("linear")
@@ -78,17 +78,17 @@ def matmul(call: OperatorCall) -> Iterator[Strategy]:
     addmm and its like give beta * self + alpha * the product, with ``self`` broadcast.
     """
     *added, left, right = call.inputs
-    most = max(left.dim, right.dim, 2) - 2
-    batch = list(_BATCH[:most])
+    batch_dims = max(left.dim, right.dim, 2) - 2
+    batch = list(_BATCH[:batch_dims])
     m, n = ["m"] if left.dim > 1 else [], ["n"] if right.dim > 1 else []
     factors: dict[int, Letters] = {
-        left.index: [*batch[most - max(left.dim - 2, 0) :], *m, "k"],
-        right.index: [*batch[most - max(right.dim - 2, 0) :], "k", *n],
+        left.index: [*batch[batch_dims - max(left.dim - 2, 0) :], *m, "k"],
+        right.index: [*batch[batch_dims - max(right.dim - 2, 0) :], "k", *n],
     }
-    every = multilinear(call, factors, [*batch, *m, *n], added=added[0] if added else None)
+    strategies = multilinear(call, factors, [*batch, *m, *n], added=added[0] if added else None)
     # torch's addmv does not broadcast a single number to an output without rows.
     refuses = call.base == "addmv" and added[0].shape != call.outputs[0].shape
-    yield from filter(covers_all_ranks, every) if refuses else every
+    yield from filter(covers_all_ranks, strategies) if refuses else strategies
 
 
 @rule("addbmm")
@@ -115,8 +115,8 @@ def inner(call: OperatorCall) -> Iterator[Strategy]:
     rows = ascii_lowercase[: max(left.dim - 1, 0)]
     columns = ascii_lowercase[: max(right.dim - 1, 0)].upper()
     if not left.dim or not right.dim:
-        every = ascii_lowercase[: max(left.dim, right.dim)]
-        yield from multilinear(call, {i: list(every[: call.inputs[i].dim]) for i in (0, 1)}, every)
+        letters = ascii_lowercase[: max(left.dim, right.dim)]
+        yield from multilinear(call, {i: list(letters[: call.inputs[i].dim]) for i in (0, 1)}, letters)
         return
     yield from multilinear(call, {0: [*rows, "k"], 1: [*columns, "k"]}, [*rows, *columns])
 
@@ -125,13 +125,13 @@ def inner(call: OperatorCall) -> Iterator[Strategy]:
 def tensordot(call: OperatorCall) -> Iterator[Strategy]:
     """Pairs of dimensions are summed over; the others follow each other in the output."""
     left, right = call["self"], call["other"]
-    mine, theirs = list(ascii_lowercase[: left.dim]), list(ascii_lowercase[: right.dim].upper())
+    left_labels, right_labels = list(ascii_lowercase[: left.dim]), list(ascii_lowercase[: right.dim].upper())
     pairs = [(a % left.dim, b % right.dim) for a, b in zip(call["dims_self"], call["dims_other"], strict=True)]
     for a, b in pairs:
-        theirs[b] = mine[a]
-    output = [c for d, c in enumerate(mine) if d not in {a for a, _ in pairs}]
-    output += [c for d, c in enumerate(theirs) if d not in {b for _, b in pairs}]
-    yield from multilinear(call, {left.index: mine, right.index: theirs}, output)
+        right_labels[b] = left_labels[a]
+    output = [c for d, c in enumerate(left_labels) if d not in {a for a, _ in pairs}]
+    output += [c for d, c in enumerate(right_labels) if d not in {b for _, b in pairs}]
+    yield from multilinear(call, {left.index: left_labels, right.index: right_labels}, output)
 
 
 @rule("linalg_vecdot")
@@ -168,17 +168,17 @@ def bilinear(call: OperatorCall) -> Iterator[Strategy]:
         weight.index: ["n", "i", "j"],
     }
     names = {**NAMES, "i": "features of the left", "j": "features of the right"}
-    every = multilinear(call, factors, [*rows, "n"], added=call["bias"], names=names, whole=[weight])
-    yield from filter(covers_all_ranks, every)  # torch refuses to sum over no features
+    strategies = multilinear(call, factors, [*rows, "n"], added=call["bias"], names=names, whole=[weight])
+    yield from filter(covers_all_ranks, strategies)  # torch refuses to sum over no features
 
 
 @rule("einsum")
 def einsum(call: OperatorCall) -> Iterator[Strategy]:
     """Any equation; a label that one operand has twice (a diagonal) is not sharded."""
-    every, output = parse_equation(call["equation"], [value.dim for value in call.inputs])
-    twice = "".join({c for letters in every for c, times in Counter(letters).items() if times > 1})
-    names = {c: f"dim {c}" for letters in every for c in letters}
-    yield from multilinear(call, dict(enumerate(every)), output, names=names, skip=twice)
+    inputs, output = parse_equation(call["equation"], [value.dim for value in call.inputs])
+    twice = "".join({c for letters in inputs for c, times in Counter(letters).items() if times > 1})
+    names = {c: f"dim {c}" for letters in inputs for c in letters}
+    yield from multilinear(call, dict(enumerate(inputs)), output, names=names, skip=twice)
 
 
 def parse_equation(equation: str, dims: Sequence[int]) -> tuple[list[list[str]], list[str]]:
@@ -201,9 +201,9 @@ def parse_equation(equation: str, dims: Sequence[int]) -> tuple[list[list[str]],
 
 
 def _expand_ellipsis(part: str, width: int) -> list[str]:
-    every = [str(i) for i in reversed(range(width))]
+    labels = [str(i) for i in reversed(range(width))]
     at = part.find(".")
-    return list(part) if at < 0 else [*part[:at], *every, *part[at + 1 :]]
+    return list(part) if at < 0 else [*part[:at], *labels, *part[at + 1 :]]
 
 
 _CDIST_ROWS = 25  # with more rows of either operand torch takes the Euclidean distance from a matrix product
@@ -213,18 +213,18 @@ _CDIST_ROWS = 25  # with more rows of either operand torch takes the Euclidean d
 def cdist(call: OperatorCall) -> Iterator[Strategy]:
     """Distances of rows: (..., m, k) (..., n, k) -> (..., m, n), batches broadcast."""
     left, right = call["x1"], call["x2"]
-    most = max(left.dim, right.dim) - 2
-    batch = list(_BATCH[:most])
+    batch_dims = max(left.dim, right.dim) - 2
+    batch = list(_BATCH[:batch_dims])
     letters: list[Letters] = [
         broadcast_labels(left, [*batch, "m", "k"]), broadcast_labels(right, [*batch, "n", "k"]),
     ]  # fmt: skip
     names = {"m": "rows of the left", "n": "rows of the right"}
     sizes = (left.shape[-2], right.shape[-2])
     crosses = call["p"] == 2 and not call["compute_mode"] and max(sizes) > _CDIST_ROWS
-    every = strategies_by_dimension(
+    strategies = strategies_by_dimension(
         call, letters, [[*batch, "m", "n"]], names=names, local=_keep_product if crosses else None, skip="k"
     )
-    yield from every
+    yield from strategies
 
 
 def _keep_product(edit: RankCall) -> None:

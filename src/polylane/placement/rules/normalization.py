@@ -89,14 +89,14 @@ def _over_space(call: OperatorCall, function: Any, rows: int) -> Iterator[Strate
 def instance_norm(call: OperatorCall) -> Iterator[Strategy]:
     """x (N, C, ...): samples, channels; space, with the sums over all ranks."""
     x = call["input"]
-    own, running = bool(call["use_input_stats"]), call["running_mean"] is not None
-    if own and running:  # running statistics are written in place, from all samples
+    uses_input, running = bool(call["use_input_stats"]), call["running_mean"] is not None
+    if uses_input and running:  # running statistics are written in place, from all samples
         return
-    letters = label_dimensions(x) if not own else [*label_dimensions(x)[:2], *[None] * (x.dim - 2)]
+    letters = label_dimensions(x) if not uses_input else [*label_dimensions(x)[:2], *[None] * (x.dim - 2)]
     yield from map(
         skip_empty_ranks, strategies_by_dimension(call, _per_channel(call, letters), [letters], names=_NAMES)
     )
-    if own:
+    if uses_input:
         yield from _over_space(
             call, kernels.ShardedInstanceNorm(math.prod(x.shape[2:]), call.outputs[0].dtype), math.prod(x.shape[:2])
         )
@@ -119,11 +119,11 @@ def batch_norm(call: OperatorCall) -> Iterator[Strategy]:
     letters = label_dimensions(call["input"])
     training = bool(call["training"])
     # Channels never need communication; other dimensions share statistics in training only.
-    every = "".join(letter for letter in letters if letter)
+    labels = "".join(letter for letter in letters if letter)
     inputs = _per_channel(call, letters)
     channels = letters[1] or ""
-    others = every.replace(channels, "")
-    yield from map(skip_empty_ranks, strategies_by_dimension(call, inputs, [letters], names=_NAMES, skip=others))
+    other_labels = labels.replace(channels, "")
+    yield from map(skip_empty_ranks, strategies_by_dimension(call, inputs, [letters], names=_NAMES, skip=other_labels))
     if not training:
         yield from strategies_by_dimension(call, inputs, [letters], names=_NAMES, skip=channels)
     elif call.prefix:

@@ -63,12 +63,12 @@ def _on_partial_sums(call: OperatorCall) -> Iterator[Strategy]:
     if not call.outputs[0].dtype.is_floating_point or call.arguments.get("rounding_mode") is not None:
         return
     for names in _LINEAR.get(call.base, ()):
-        given = [call.arguments.get(name) for name in names]
-        tensors = [each for each in given if isinstance(each, TensorValue)]
+        values = [call.arguments.get(name) for name in names]
+        tensors = [value for value in values if isinstance(value, TensorValue)]
         # A number would be added once per rank: only zero may be.
-        rest = all(isinstance(each, TensorValue) or (each == 0 and each is not False) for each in given)
-        if tensors and rest and all(each.dtype.is_floating_point for each in tensors):
-            yield call.strategy("summands", {each.index: PARTIAL for each in tensors}, PARTIAL)
+        is_linear = all(isinstance(value, TensorValue) or (value == 0 and value is not False) for value in values)
+        if tensors and is_linear and all(tensor.dtype.is_floating_point for tensor in tensors):
+            yield call.strategy("summands", {tensor.index: PARTIAL for tensor in tensors}, PARTIAL)
 
 
 @rule("prelu")
@@ -93,5 +93,5 @@ def glu(call: OperatorCall) -> Iterator[Strategy]:
     half = out.shape[halved]
     halves = [(slice_cuts(cuts, 0, half), slice_cuts(cuts, half, 2 * half)) for cuts in call.common_cuts(x.at(halved))]
     for cuts in dict.fromkeys([*call.common_cuts(out.at(halved)), *(a for a, b in halves if a == b)]):
-        both = Shard(halved, join_cuts([cuts, cuts]))
-        yield call.strategy(f"dim {name}", {x.index: both}, Shard(halved, cuts))
+        shard = Shard(halved, join_cuts([cuts, cuts]))
+        yield call.strategy(f"dim {name}", {x.index: shard}, Shard(halved, cuts))

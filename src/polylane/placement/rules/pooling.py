@@ -29,17 +29,17 @@ from polylane.placement.rules.registry import rule
 from polylane.placement.strategy import OperatorCall, RankCall, Strategy
 
 
-def _by_kept(call: OperatorCall, kept: Sequence[int], spatial: int | None = None) -> Iterator[Strategy]:
+def _by_kept(call: OperatorCall, dims: Sequence[int], spatial: int | None = None) -> Iterator[Strategy]:
     """Yield shards of dimensions that all inputs and outputs have in common, and that the operator does not touch.
 
     Args:
         call: the operator with concrete shapes.
-        kept: indices of the untouched dimensions.
+        dims: indices of the untouched dimensions.
         spatial: number of spatial dimensions behind samples and channels; None where that is not known.
     """
     x = call.inputs[0]
-    letters = label_dimensions(x, [d for d in range(x.dim) if d not in kept])
-    names = {ascii_letters[d]: f"dim {d}" for d in kept}
+    letters = label_dimensions(x, [d for d in range(x.dim) if d not in dims])
+    names = {ascii_letters[d]: f"dim {d}" for d in dims}
     if spatial is not None:
         names |= {ascii_letters[x.dim - spatial - 1]: "channels", ascii_letters[x.dim - spatial - 2]: "samples"}
     inputs, outputs = [letters] * len(call.inputs), [letters] * len(call.outputs)
@@ -104,9 +104,9 @@ def _pool(
     def local(edit: RankCall, start: int, stop: int) -> None:
         # The halo has put the padding's values next to the local part: the operator itself must not pad.
         set_argument(edit, "padding", d, spatial, 0)
-        own = weights[start:stop]
-        if any(weight != 1.0 for weight in own):
-            edit.append(weighted, dim, tuple(own))
+        local_weights = weights[start:stop]
+        if any(weight != 1.0 for weight in local_weights):
+            edit.append(weighted, dim, tuple(local_weights))
 
     yield from strategies_by_position(call, POSITIONS[spatial][d], "self", dim, window.reads, local, value=value)
 
@@ -121,11 +121,11 @@ def _weights(call: OperatorCall, window: ReadWindow, dim: int) -> list[float]:
         return [1.0] * count
     # With ceil_mode a window may reach beyond the padding; positions there never count.
     low, high = (-window.before, size + window.before) if call["count_include_pad"] else (0, size)
-    found = []
+    weights = []
     for o in range(count):
         ((start, stop),) = window.reads(o, o + 1)
-        found.append(window.kernel / max(min(stop, high) - max(start, low), 1))
-    return found
+        weights.append(window.kernel / max(min(stop, high) - max(start, low), 1))
+    return weights
 
 
 @rule(
@@ -178,11 +178,11 @@ def _by_blocks(call: OperatorCall, argument: str, spatial: int, d: int, taps: in
         return [(max((start // up - taps) * down, 0), min((-(-stop // up) + taps) * down, n))]
 
     def local(edit: RankCall, start: int, stop: int) -> None:
-        ((first, last),) = reads(start, stop)
+        ((low, high),) = reads(start, stop)
         if edit.arguments.get("output_size") is not None:
-            set_argument(edit, "output_size", d, spatial, (last - first) * m // n)
-        if (last - first) * m // n != stop - start:
-            edit.append(trim, dim, start - first * m // n, stop - start)
+            set_argument(edit, "output_size", d, spatial, (high - low) * m // n)
+        if (high - low) * m // n != stop - start:
+            edit.append(trim, dim, start - low * m // n, stop - start)
 
     yield from strategies_by_position(call, POSITIONS[spatial][d], argument, dim, reads, local)
 
@@ -215,10 +215,10 @@ def _is_regular(call: OperatorCall, d: int, n: int, m: int) -> bool:
     """Return whether the scale is exactly the ratio of sizes, and rounds alike for every part of them."""
     if min(n, m) < 1 or (n % m and m % n):
         return False
-    given = call.arguments.get("scale_factors") or [
+    factors = call.arguments.get("scale_factors") or [
         call.arguments.get(name) for name in _SCALES if name in call.arguments
     ]
-    factor = given[d] if given else None
+    factor = factors[d] if factors else None
     if factor is not None:
         # The operator computes its output's size by this factor, for every part anew.
         blocks = range(min(n, m) + 1)
@@ -230,8 +230,8 @@ def _is_regular(call: OperatorCall, d: int, n: int, m: int) -> bool:
 @lru_cache(maxsize=256)
 def _finds_nearest(n: int, m: int) -> bool:
     """Return whether floating-point rounding finds for every output the input that exact arithmetic gives."""
-    found = torch.ops.aten.upsample_nearest1d(torch.arange(n, dtype=torch.float64).view(1, 1, n), [m])
-    return bool((found.flatten() == torch.arange(m) * n // m).all())
+    positions = torch.ops.aten.upsample_nearest1d(torch.arange(n, dtype=torch.float64).view(1, 1, n), [m])
+    return bool((positions.flatten() == torch.arange(m) * n // m).all())
 
 
 @rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
@@ -241,8 +241,8 @@ def grid_sampler(call: OperatorCall) -> Iterator[Strategy]:
     names = dict(zip("ncdhw", ("samples", "channels", "depth", "height", "width"), strict=True))
     places = "dhw"[-(x.dim - 2) :]
     letters = [["n", "c", *[None] * len(places)], ["n", *places, None]]
-    found = strategies_by_dimension(call, letters, [["n", "c", *places]], names=names)
-    yield from map(skip_empty_ranks, found)
+    strategies = strategies_by_dimension(call, letters, [["n", "c", *places]], names=names)
+    yield from map(skip_empty_ranks, strategies)
 
 
 # ---- padding ---------------------------------------------------------------------------------------------------------
@@ -276,12 +276,12 @@ def _mode(call: OperatorCall) -> str:
 def _padded(call: OperatorCall, name: str, dim: int, mode: str, value: float) -> Iterator[Strategy]:
     x = call["self"]
     n, at = x.shape[dim], 2 * (x.dim - 1 - dim)
-    before = int(call[name][at])
-    source = _source(mode, before, n)
+    front = int(call[name][at])
+    source = _source(mode, front, n)
 
     def reads(start: int, stop: int) -> list[Range]:
         if mode == "constant":
-            return [(start - before, stop - before)]
+            return [(start - front, stop - front)]
         return contiguous_ranges([source(p) for p in range(start, stop)])
 
     def local(edit: RankCall, start: int, stop: int) -> None:
@@ -290,27 +290,27 @@ def _padded(call: OperatorCall, name: str, dim: int, mode: str, value: float) ->
         if mode == "constant":
             return
         # The halo fetches each source position once, in order; pick repeats and reorders them.
-        given = [p for a, b in reads(start, stop) for p in range(a, b)]
-        where = {p: i for i, p in enumerate(given)}
-        wanted = [source(p) for p in range(start, stop)]
-        if wanted != given:
-            edit["self"] = edit.insert(pick, dim, tuple(where[p] for p in wanted), edit["self"])
+        positions = [p for a, b in reads(start, stop) for p in range(a, b)]
+        indices = {p: i for i, p in enumerate(positions)}
+        sources = [source(p) for p in range(start, stop)]
+        if sources != positions:
+            edit["self"] = edit.insert(pick, dim, tuple(indices[p] for p in sources), edit["self"])
 
     yield from strategies_by_position(call, f"dim {dim}", "self", dim, reads, local, value=value)
 
 
-def _source(mode: str, before: int, size: int) -> Callable[[int], int]:
+def _source(mode: str, front: int, size: int) -> Callable[[int], int]:
     """Return the function from a position of the padded dimension to the position whose value it repeats."""
 
     def reflected(p: int) -> int:
-        p = abs(p - before)
+        p = abs(p - front)
         return 2 * (size - 1) - p if p >= size else p
 
     if mode == "reflect":
         return reflected
     if mode == "circular":
-        return lambda p: (p - before) % size
-    return lambda p: min(max(p - before, 0), size - 1)
+        return lambda p: (p - front) % size
+    return lambda p: min(max(p - front, 0), size - 1)
 
 
 # ---- positions and channels ------------------------------------------------------------------------------------------
@@ -356,12 +356,12 @@ def channel_shuffle(call: OperatorCall) -> Iterator[Strategy]:
     yield from partial_sums(call, call.inputs[0])
     # The shuffle transposes (groups, C): a cut of one factor is segmented on one side and in units on the other.
     size = x.shape[1] // max(groups, 1)
-    inside = [*in_units(call, size, [(out, 1, groups)]), *per_group(call, groups, size, [(x, 1)])]
-    for cuts in dict.fromkeys(inside):
+    inner_cuts = [*in_units(call, size, [(out, 1, groups)]), *per_group(call, groups, size, [(x, 1)])]
+    for cuts in dict.fromkeys(inner_cuts):
         placed = {x.index: Shard(1, repeat_cuts(cuts, size, groups))}
         yield skip_empty_ranks(call.strategy("channels", placed, Shard(1, scale_cuts(cuts, groups))))
-    whole = [*in_units(call, groups, [(x, 1, size)]), *per_group(call, size, groups, [(out, 1)])]
-    for cuts in dict.fromkeys(whole):
+    outer_cuts = [*in_units(call, groups, [(x, 1, size)]), *per_group(call, size, groups, [(out, 1)])]
+    for cuts in dict.fromkeys(outer_cuts):
         placed = {x.index: Shard(1, scale_cuts(cuts, size))}
         yield skip_empty_ranks(
             call.strategy("groups", placed, Shard(1, repeat_cuts(cuts, groups, size)), local=set_local_groups)

@@ -42,9 +42,9 @@ def cut_kept_dims(call: OperatorCall) -> Iterator[Strategy]:
     """Dimensions that are not reduced."""
     dims = _reduced_dims(call)
     letters = label_dimensions(call.inputs[0], dims)
-    left = _kept_labels(letters, call, dims)
-    if all(out.dim == len(left) for out in call.outputs):
-        yield from strategies_by_dimension(call, [letters], [left for _ in call.outputs])
+    labels = _kept_labels(letters, call, dims)
+    if all(out.dim == len(labels) for out in call.outputs):
+        yield from strategies_by_dimension(call, [letters], [labels for _ in call.outputs])
 
 
 @rule("nansum", "count_nonzero")
@@ -52,14 +52,14 @@ def cut_any_dim(call: OperatorCall, local: Callable[[RankCall], None] | None = N
     """Any dimension; over a reduced one the outputs are partial sums."""
     dims = _reduced_dims(call)
     letters = label_dimensions(call.inputs[0])
-    left = _kept_labels(letters, call, dims)
-    if call.outputs[0].dim == len(left):
+    labels = _kept_labels(letters, call, dims)
+    if call.outputs[0].dim == len(labels):
         added = "".join(letters[d] or "" for d in dims)
-        kept = "".join(letter for letter in letters if letter and letter not in added)
+        skip = "".join(letter for letter in letters if letter and letter not in added)
         # Twice, for kept and for reduced dimensions: only the latter are summed over and change the local call.
-        yield from strategies_by_dimension(call, [letters], [left], skip=added)
+        yield from strategies_by_dimension(call, [letters], [labels], skip=added)
         yield from strategies_by_dimension(
-            call, [letters], [left], names={c: f"over dim {c}" for c in added}, summed=added, local=local, skip=kept
+            call, [letters], [labels], names={c: f"over dim {c}" for c in added}, summed=added, local=local, skip=skip
         )
 
 
@@ -124,8 +124,8 @@ def variance(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; over a sharded one the mean is all-reduced first."""
     yield from cut_kept_dims(call)
     dims, keepdim = _reduced_dims(call), bool(call.arguments.get("keepdim"))
-    given = call.arguments.get("correction")
-    correction = float(call.arguments.get("unbiased", True) if given is None else given)
+    argument = call.arguments.get("correction")
+    correction = float(call.arguments.get("unbiased", True) if argument is None else argument)
     count = math.prod(call.inputs[0].shape[d] for d in dims)
     root = call.base.startswith("std")
     function = kernels.ShardedVariance(

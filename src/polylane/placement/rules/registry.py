@@ -90,15 +90,15 @@ def iterate_strategies(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _offered_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    own = rule_of(call.op)
+    operator_rule = rule_of(call.op)
     yield call.strategy("replicate", {}, REPLICATE, default=REPLICATE)
     # In-place writes and the user's own Python may not be linear in the gradient.
     if call.op.startswith("aten.") and not call.written_inputs:
         # A backward pass is linear in the gradient: from partial gradients it makes partial gradients.
         yield call.strategy("replicate, with partial gradients", {}, REPLICATE_PARTIAL_GRAD)
-    if own is not None:
+    if operator_rule is not None:
         # A size that depends on data is another one in the next step: no cut of the example's would fit it.
-        yield from (strategy for strategy in own(call) if not _cuts_unknown_size(call, strategy))
+        yield from (strategy for strategy in operator_rule(call) if not _cuts_unknown_size(call, strategy))
 
 
 def _cuts_unknown_size(call: OperatorCall, strategy: Strategy) -> bool:

@@ -69,19 +69,19 @@ def convert_cuts(cuts: Cuts, source: DimensionBlock, target: DimensionBlock) -> 
     if rows is None:
         return None
     # The first period must describe all: repeat it, and compare with the whole.
-    made = simplify_cuts(slice_cuts(rows, 0, target.size))
-    if target.outer * len(made) > MOST_SEGMENTS or simplify_cuts(repeat_cuts(made, target.size, target.outer)) != rows:
+    base = simplify_cuts(slice_cuts(rows, 0, target.size))
+    if target.outer * len(base) > MOST_SEGMENTS or simplify_cuts(repeat_cuts(base, target.size, target.outer)) != rows:
         return None
-    return made
+    return base
 
 
 def same_element_cuts(
     call: OperatorCall, source: tuple[Place, DimensionBlock], target: tuple[Place, DimensionBlock]
 ) -> list[tuple[Cuts, Cuts]]:
     """Return cuts of two dimensions, to be offered for either, that give every rank the same elements of both."""
-    (given, a), (made, b) = source, target
+    (source_place, a), (target_place, b) = source, target
     return call.matching_cuts(
-        given, made, partial(convert_cuts, source=a, target=b), partial(convert_cuts, source=b, target=a)
+        source_place, target_place, partial(convert_cuts, source=a, target=b), partial(convert_cuts, source=b, target=a)
     )
 
 
@@ -127,12 +127,12 @@ def view(call: OperatorCall) -> Iterator[Strategy]:
     if 0 in x.shape:
         return
     # A second tensor (view_as) only gives a shape: it may be whole, or placed like the output.
-    like = [other for other in call.inputs if other is not x]
+    like = [value for value in call.inputs if value is not x]
     for left, right in _dimension_groups(x.shape, out.shape):
         for (i, a), (o, b) in product(_dimension_blocks(x.shape, left), _dimension_blocks(out.shape, right)):
-            for given, made in same_element_cuts(call, (x.at(i), a), (out.at(o), b)):
-                own, target = {x.index: Shard(i, given)}, Shard(o, made)
-                for inputs in (own, *({**own, other.index: target} for other in like)):
+            for in_cuts, out_cuts in same_element_cuts(call, (x.at(i), a), (out.at(o), b)):
+                placed, target = {x.index: Shard(i, in_cuts)}, Shard(o, out_cuts)
+                for inputs in (placed, *({**placed, value.index: target} for value in like)):
                     yield call.strategy(f"dim {o}", inputs, target, local=_reshape_locally)
 
 
@@ -144,8 +144,8 @@ def _reshape_locally(edit: RankCall) -> None:
 def _view_as_type(call: OperatorCall) -> Iterator[Strategy]:
     """The same bytes as another dtype: the last dimension may change its length."""
     x, out = call["self"], call.outputs[0]
-    same = x.dtype.itemsize == out.dtype.itemsize
-    letters = label_dimensions(x, () if same else (x.dim - 1,))
+    same_size = x.dtype.itemsize == out.dtype.itemsize
+    letters = label_dimensions(x, () if same_size else (x.dim - 1,))
     yield from strategies_by_dimension(call, [letters], [letters])
 
 
@@ -169,10 +169,10 @@ def complex_view(call: OperatorCall) -> Iterator[Strategy]:
 def permuted(call: OperatorCall) -> Iterator[Strategy]:
     """The same dimensions in another order."""
     x = call["self"]
-    rest = {name: value for name, value in call.arguments.items() if name != "self"}
+    options = {name: value for name, value in call.arguments.items() if name != "self"}
     # Distinct sizes identify the dimensions after torch has permuted a tensor without data.
     probe = torch.empty([d + 2 for d in range(x.dim)], device="meta")
-    moved = find_operator(call.op)(probe, **rest).shape
+    moved = find_operator(call.op)(probe, **options).shape
     yield from strategies_by_dimension(call, [label_dimensions(x)], [[ascii_letters[n - 2] for n in moved]])
     yield from partial_sums(call, x)
 
@@ -187,9 +187,9 @@ def expand(call: OperatorCall) -> Iterator[Strategy]:
     letters = label_dimensions(out)
     # A second tensor (expand_as) only gives a shape: it may be whole or placed like the output.
     for label in (no_labels, lambda _: letters):
-        rest = [label(v) for v in call.inputs[1:]]
+        other_labels = [label(v) for v in call.inputs[1:]]
         yield from strategies_by_dimension(
-            call, [broadcast_labels(x, letters), *rest], [letters], local=_expand_locally
+            call, [broadcast_labels(x, letters), *other_labels], [letters], local=_expand_locally
         )
     yield from partial_sums(call, x)
 
@@ -209,8 +209,8 @@ def broadcast_tensors(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _repeat_counts(dim: int, arguments: Any, name: str) -> list[int]:
-    given = list(arguments[name])
-    return [1] * (dim - len(given)) + given
+    counts = list(arguments[name])
+    return [1] * (dim - len(counts)) + counts
 
 
 @rule("repeat", "tile")
@@ -227,8 +227,8 @@ def repeat(call: OperatorCall) -> Iterator[Strategy]:
         if size > 1:
             # The output dimension is ``times`` copies of the input's, one after the other.
             a, b = DimensionBlock(times, size, 1), DimensionBlock(1, times * size, 1)
-            for given, made in same_element_cuts(call, (x.at(i), a), (out.at(o), b)):
-                yield call.strategy(f"dim {o}", {x.index: Shard(i, given)}, Shard(o, made))
+            for in_cuts, out_cuts in same_element_cuts(call, (x.at(i), a), (out.at(o), b)):
+                yield call.strategy(f"dim {o}", {x.index: Shard(i, in_cuts)}, Shard(o, out_cuts))
         if times > 1:
             for cuts in call.common_cuts(out.at(o)):
                 if divide_cuts(cuts, size) is not None:
@@ -254,13 +254,13 @@ def repeat_interleave(call: OperatorCall) -> Iterator[Strategy]:
     if isinstance(call["repeats"], TensorValue) or 0 in out.shape:
         return
     at = 0 if dim is None else dim % max(x.dim, 1)
-    whole = DimensionBlock(1, out.shape[at], 1)
+    output_block = DimensionBlock(1, out.shape[at], 1)
     dims = range(x.dim) if dim is None else [at]
     for i, block in _dimension_blocks(x.shape, dims):
         # A cut of the input's dimension, in units of ``repeats`` output elements.
-        own = DimensionBlock(block.outer, block.size, block.inner * call["repeats"])
-        for given, made in same_element_cuts(call, (x.at(i), own), (out.at(at), whole)):
-            yield call.strategy(f"dim {i}", {x.index: Shard(i, given)}, Shard(at, made), local=_set_output_size)
+        input_block = DimensionBlock(block.outer, block.size, block.inner * call["repeats"])
+        for in_cuts, out_cuts in same_element_cuts(call, (x.at(i), input_block), (out.at(at), output_block)):
+            yield call.strategy(f"dim {i}", {x.index: Shard(i, in_cuts)}, Shard(at, out_cuts), local=_set_output_size)
 
 
 def _set_output_size(edit: RankCall) -> None:
@@ -345,15 +345,15 @@ def constant(call: OperatorCall) -> Iterator[Strategy]:
     """A constant of any size, with another tensor's dtype: that tensor may have any placement."""
     x, out = call["self"], call.outputs[0]
     anyhow: list[Placement] = [PARTIAL, *(Shard(d, cuts) for d in range(x.dim) for cuts in call.common_cuts(x.at(d)))]
-    for given in anyhow:
-        yield call.strategy("whole", {0: given}, REPLICATE)
+    for placement in anyhow:
+        yield call.strategy("whole", {0: placement}, REPLICATE)
     for d in range(out.dim):
-        alike = [x.at(d)] if d < x.dim and x.shape[d] == out.shape[d] else []
-        for cuts in call.common_cuts(out.at(d), *alike):
-            made = Shard(d, cuts)
-            ways: list[Placement] = [PARTIAL, REPLICATE, *([made] if alike else [])]
-            for given in ways:
-                yield call.strategy(f"dim {d}", {0: given}, made, local=_create_locally)
+        matches = [x.at(d)] if d < x.dim and x.shape[d] == out.shape[d] else []
+        for cuts in call.common_cuts(out.at(d), *matches):
+            target = Shard(d, cuts)
+            placements: list[Placement] = [PARTIAL, REPLICATE, *([target] if matches else [])]
+            for placement in placements:
+                yield call.strategy(f"dim {d}", {0: placement}, target, local=_create_locally)
 
 
 def _create_locally(edit: RankCall) -> None:

@@ -32,7 +32,7 @@ MOST_COMBINATIONS = 16
 
 
 def cuts_of_pieces(
-    call: OperatorCall, whole: TensorValue, pieces: Sequence[TensorValue], dim: int
+    call: OperatorCall, full_value: TensorValue, pieces: Sequence[TensorValue], dim: int
 ) -> Iterator[tuple[Cuts, list[Cuts]]]:
     """Yield cuts of a dimension and of the pieces that it consists of: every rank has its share of every piece.
 
@@ -41,44 +41,44 @@ def cuts_of_pieces(
 
     Args:
         call: the operator whose neighbours are asked.
-        whole: the tensor that consists of all pieces.
+        full_value: the tensor that consists of all pieces.
         pieces: the tensors that it consists of, in order.
         dim: the dimension along which the pieces follow each other.
     """
     sizes = [piece.shape[dim] for piece in pieces]
     if sum(sizes) < 2:
         return
-    alike: dict[int, list[Place]] = {}
+    places_by_size: dict[int, list[Place]] = {}
     for piece in pieces:
-        alike.setdefault(piece.shape[dim], []).append(piece.at(dim))
-    ways = {n: call.common_cuts(*places) or [even_cuts(n, call.degree)] for n, places in alike.items()}
+        places_by_size.setdefault(piece.shape[dim], []).append(piece.at(dim))
+    options = {n: call.common_cuts(*places) or [even_cuts(n, call.degree)] for n, places in places_by_size.items()}
     # First the n-th way of every size together, then all combinations, up to the limit.
-    most = max(len(way) for way in ways.values())
-    together = (tuple(way[min(i, len(way) - 1)] for way in ways.values()) for i in range(most))
-    found: dict[tuple[Cuts, tuple[Cuts, ...]], None] = {}
-    for choice in islice(chain(together, product(*ways.values())), MOST_COMBINATIONS):
-        chosen = dict(zip(ways, choice, strict=True))
-        made = tuple(chosen[n] for n in sizes)
-        found[simplify_cuts(join_cuts(made)), made] = None
-    for cuts in call.common_cuts(whole.at(dim)):
-        made = tuple(map(simplify_cuts, _clip_cuts(cuts, sizes)))
-        if _is_balanced(cuts, made, sizes):
-            found[cuts, made] = None
-    for cuts, made in found:
-        yield cuts, list(made)
+    count = max(len(choices) for choices in options.values())
+    combinations = (tuple(choices[min(i, len(choices) - 1)] for choices in options.values()) for i in range(count))
+    offered_cuts: dict[tuple[Cuts, tuple[Cuts, ...]], None] = {}
+    for choice in islice(chain(combinations, product(*options.values())), MOST_COMBINATIONS):
+        chosen = dict(zip(options, choice, strict=True))
+        piece_cuts = tuple(chosen[n] for n in sizes)
+        offered_cuts[simplify_cuts(join_cuts(piece_cuts)), piece_cuts] = None
+    for cuts in call.common_cuts(full_value.at(dim)):
+        piece_cuts = tuple(map(simplify_cuts, _clip_cuts(cuts, sizes)))
+        if _is_balanced(cuts, piece_cuts, sizes):
+            offered_cuts[cuts, piece_cuts] = None
+    for cuts, piece_cuts in offered_cuts:
+        yield cuts, list(piece_cuts)
 
 
 def _clip_cuts(cuts: Cuts, sizes: Sequence[int]) -> list[Cuts]:
     return [slice_cuts(cuts, a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
 
 
-def _is_balanced(cuts: Cuts, made: Sequence[Cuts], sizes: Sequence[int]) -> bool:
+def _is_balanced(cuts: Cuts, piece_cuts: Sequence[Cuts], sizes: Sequence[int]) -> bool:
     """Return whether every rank has a part of each piece, unless the segments are the pieces and so were asked for."""
     edges = {p for segment in cuts for p in (segment[0], segment[-1])}
     if edges.issuperset(accumulate(sizes)):
         return True
     ranks = len(cuts[0]) - 1
-    return all(n <= ranks or all(Shard(0, piece).ranges_by_rank) for piece, n in zip(made, sizes, strict=True))
+    return all(n <= ranks or all(Shard(0, piece).ranges_by_rank) for piece, n in zip(piece_cuts, sizes, strict=True))
 
 
 def _split_dim(call: OperatorCall) -> int:
@@ -100,9 +100,9 @@ def split(call: OperatorCall) -> Iterator[Strategy]:
     )
     yield from partial_sums(call, x)
     if len(call.inputs) == 1 and 0 not in x.shape:
-        for whole, parts in cuts_of_pieces(call, x, call.outputs, dim):
-            made = [Shard(dim, cuts) for cuts in parts]
-            yield call.strategy("pieces", {x.index: Shard(dim, whole)}, made, local=partial(_split_locally, dim))
+        for full_cuts, parts in cuts_of_pieces(call, x, call.outputs, dim):
+            targets = [Shard(dim, cuts) for cuts in parts]
+            yield call.strategy("pieces", {x.index: Shard(dim, full_cuts)}, targets, local=partial(_split_locally, dim))
 
 
 def _split_locally(dim: int, edit: RankCall) -> None:
@@ -131,8 +131,8 @@ def cat(call: OperatorCall) -> Iterator[Strategy]:
     letters = label_dimensions(out, (dim,))
     yield from strategies_by_dimension(call, [letters for _ in call.inputs], [letters])
     if 0 not in out.shape:
-        for whole, parts in cuts_of_pieces(call, out, call.inputs, dim):
-            yield call.strategy("pieces", {i: Shard(dim, cuts) for i, cuts in enumerate(parts)}, Shard(dim, whole))
+        for full_cuts, parts in cuts_of_pieces(call, out, call.inputs, dim):
+            yield call.strategy("pieces", {i: Shard(dim, cuts) for i, cuts in enumerate(parts)}, Shard(dim, full_cuts))
 
 
 @rule("stack")
@@ -163,19 +163,19 @@ def select(call: OperatorCall) -> Iterator[Strategy]:
     x, dim = call["self"], int(call["dim"]) % call["self"].dim
     if x.dtype.is_floating_point or x.dtype.is_complex:
         for cuts in call.common_cuts(x.at(dim)):
-            given = Shard(dim, cuts)
-            yield call.strategy("the owner", {x.index: given}, PARTIAL, local=_select_locally)
+            shard = Shard(dim, cuts)
+            yield call.strategy("the owner", {x.index: shard}, PARTIAL, local=_select_locally)
 
 
 def _select_locally(edit: RankCall) -> None:
-    given = edit.input_shard(edit.call["self"].index)
-    at = edit["index"] % given.size
-    own = _local_slices(given, edit.index, at, at + 1, 1)
-    if own:
-        edit.replace(aten.select.int, edit["self"], given.dim, own[0][0])
+    shard = edit.input_shard(edit.call["self"].index)
+    at = edit["index"] % shard.size
+    slices = _local_slices(shard, edit.index, at, at + 1, 1)
+    if slices:
+        edit.replace(aten.select.int, edit["self"], shard.dim, slices[0][0])
     else:  # a sum over nothing: zeros, with a gradient of zeros, so that backward collectives match
-        none = edit.insert(aten.slice.Tensor, edit["self"], given.dim, 0, 0)
-        edit.replace(aten.sum.dim_IntList, none, [given.dim])
+        none = edit.insert(aten.slice.Tensor, edit["self"], shard.dim, 0, 0)
+        edit.replace(aten.sum.dim_IntList, none, [shard.dim])
 
 
 @rule("slice", "narrow")
@@ -188,17 +188,17 @@ def stretch(call: OperatorCall) -> Iterator[Strategy]:
     if len(call.inputs) > 1 or 0 in out.shape:  # a start that depends on the data
         return
     start, stop, step = _slice_bounds(call, x.shape[dim])
-    found: dict[Cuts, Cuts] = {}
+    cut_pairs: dict[Cuts, Cuts] = {}
     for cuts in call.common_cuts(x.at(dim)):
-        found[cuts] = _strided_cuts(cuts, start, out.shape[dim], step)
+        cut_pairs[cuts] = _strided_cuts(cuts, start, out.shape[dim], step)
     # Cuts asked of the result: complete them on both sides, without which the input would have no cut to offer.
     if step == 1 and out.shape[dim] > 1:
         for cuts in call.common_cuts(out.at(dim)):
-            for whole in _around(call, cuts, start, stop):
-                found.setdefault(whole, cuts)
-    for given, made in found.items():
+            for full_cuts in _around(call, cuts, start, stop):
+                cut_pairs.setdefault(full_cuts, cuts)
+    for source, part in cut_pairs.items():
         yield call.strategy(
-            "stretch", {x.index: Shard(dim, given)}, Shard(dim, made), local=partial(_slice_locally, start, stop, step)
+            "stretch", {x.index: Shard(dim, source)}, Shard(dim, part), local=partial(_slice_locally, start, stop, step)
         )
 
 
@@ -207,8 +207,8 @@ def _slice_bounds(call: OperatorCall, size: int) -> tuple[int, int, int]:
         start = call["start"] % max(size, 1)
         return start, start + call["length"], 1
     step = 1 if call["step"] is None else call["step"]
-    first, last = (_slice_end(call[name], size, default) for name, default in (("start", 0), ("end", size)))
-    return first, last, step
+    low, high = (_slice_end(call[name], size, default) for name, default in (("start", 0), ("end", size)))
+    return low, high, step
 
 
 def _slice_end(at: int | None, size: int, default: int) -> int:
@@ -236,35 +236,35 @@ def _around(call: OperatorCall, cuts: Cuts, start: int, stop: int) -> Iterator[C
     size = x.shape[dim]
     sizes = (start, stop - start, size - stop)
     yield simplify_cuts(join_cuts([even_cuts(start, call.degree), cuts, even_cuts(size - stop, call.degree)]))
-    for known in call.common_cuts(x.at(dim)):
-        edges = {p for segment in known for p in (segment[0], segment[-1])}
+    for neighbour_cuts in call.common_cuts(x.at(dim)):
+        edges = {p for segment in neighbour_cuts for p in (segment[0], segment[-1])}
         if edges.issuperset((start, stop)):
-            before, _, after = _clip_cuts(known, sizes)
-            yield simplify_cuts(join_cuts([before, cuts, after]))
+            head_cuts, _, tail_cuts = _clip_cuts(neighbour_cuts, sizes)
+            yield simplify_cuts(join_cuts([head_cuts, cuts, tail_cuts]))
 
 
-def _local_slices(given: Shard, index: int, start: int, stop: int, step: int) -> list[tuple[int, int]]:
+def _local_slices(shard: Shard, index: int, start: int, stop: int, step: int) -> list[tuple[int, int]]:
     """Return the selected elements of a rank, as (start, stop) in its own part, one per range of its shard."""
     result = []
-    for a, b, at in with_offsets(given.ranges(index)):
+    for a, b, at in with_offsets(shard.ranges(index)):
         # The first selected position at or after a.
-        first = max(start, a + (start - a) % step)
-        last = min(stop, b)
-        if first < last:
-            result.append((at + first - a, at + last - a))
+        low = max(start, a + (start - a) % step)
+        high = min(stop, b)
+        if low < high:
+            result.append((at + low - a, at + high - a))
     return result
 
 
 def _slice_locally(start: int, stop: int, step: int, edit: RankCall) -> None:
-    given = edit.input_shard(edit.call["self"].index)
-    own, dim, x = _local_slices(given, edit.index, start, stop, step), given.dim, edit["self"]
-    if step == 1 and own:  # between two local ranges of the slice the rank's part has nothing else
-        own = [(own[0][0], own[-1][1])]
-    if len(own) > 1:
-        parts = [edit.insert(aten.slice.Tensor, x, dim, a, b, step) for a, b in own]
+    shard = edit.input_shard(edit.call["self"].index)
+    slices, dim, x = _local_slices(shard, edit.index, start, stop, step), shard.dim, edit["self"]
+    if step == 1 and slices:  # between two local ranges of the slice the rank's part has nothing else
+        slices = [(slices[0][0], slices[-1][1])]
+    if len(slices) > 1:
+        parts = [edit.insert(aten.slice.Tensor, x, dim, a, b, step) for a, b in slices]
         edit.replace(aten.cat.default, parts, dim)
     else:
-        a, b = own[0] if own else (0, 0)
+        a, b = slices[0] if slices else (0, 0)
         edit.replace(aten.slice.Tensor, x, dim, a, b, step)
 
 
@@ -273,6 +273,6 @@ def slice_scatter(call: OperatorCall) -> Iterator[Strategy]:
     """A value with a piece of it replaced: all dimensions but the one along which the piece is."""
     x, src, dim = call["self"], call["src"], int(call["dim"]) % call["self"].dim
     letters = label_dimensions(x, (dim,))
-    rest = letters if src.dim == x.dim else letters[:dim] + letters[dim + 1 :]
-    yield from strategies_by_dimension(call, [letters, rest], [letters])
+    source_labels = letters if src.dim == x.dim else letters[:dim] + letters[dim + 1 :]
+    yield from strategies_by_dimension(call, [letters, source_labels], [letters])
     yield from partial_sums(call, x, src)

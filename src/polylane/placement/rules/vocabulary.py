@@ -27,11 +27,11 @@ def local_position(index: Tensor, ranges: Ranges) -> tuple[Tensor, Tensor]:
     Returns:
         The positions in the rank's part (0 for elements that it does not have), and whether it has them.
     """
-    at, own = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool)
+    at, mask = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool)
     for start, stop, offset in with_offsets(ranges):
-        inside = (index >= start) & (index < stop)
-        at, own = torch.where(inside, index - start + offset, at), own | inside
-    return at, own
+        in_range = (index >= start) & (index < stop)
+        at, mask = torch.where(in_range, index - start + offset, at), mask | in_range
+    return at, mask
 
 
 def check_range(index: Tensor, size: int) -> None:
@@ -56,11 +56,11 @@ def lookup(ranges: Ranges, size: int, padding: int, table: Tensor, indices: Tens
     check_range(indices, size)
     if not table.shape[0]:
         return table.sum(0).expand(*indices.shape, table.shape[1])  # zeros, with a gradient for the table
-    at, own = local_position(indices, ranges)
+    at, mask = local_position(indices, ranges)
     # The local index of the row without a gradient, if this rank has it.
     padding_at = (padding - start + offset for start, stop, offset in with_offsets(ranges) if start <= padding < stop)
     rows = functional.embedding(at, table, next(padding_at, None))
-    return rows.masked_fill_(~own.unsqueeze(-1), 0)
+    return rows.masked_fill_(~mask.unsqueeze(-1), 0)
 
 
 @dataclass(frozen=True)
@@ -111,18 +111,18 @@ class ShardedClassLoss:
         dtype = self.dtype if scores.dtype in HALF else scores.dtype
         dim = 0 if scores.dim() == 1 else 1
         if target.is_floating_point():
-            each = self._loss_of_probabilities(scores, target, weight, label_smoothing, dim, vocabulary)
-            count: Any = each.numel()
+            terms = self._loss_of_probabilities(scores, target, weight, label_smoothing, dim, vocabulary)
+            count: Any = terms.numel()
         else:
             ignored = target == ignore_index
             index = target.long().masked_fill(ignored, 0)
             check_range(index, self.classes)
-            own = None if weight is None else weight.to(accumulation_dtype(scores.dtype))
-            each = self._loss_of_classes(scores, index, own, label_smoothing, dim, vocabulary).masked_fill(ignored, 0)
-            count = (torch.ones_like(each) if own is None else own[index]).masked_fill(ignored, 0)
+            cast = None if weight is None else weight.to(accumulation_dtype(scores.dtype))
+            terms = self._loss_of_classes(scores, index, cast, label_smoothing, dim, vocabulary).masked_fill(ignored, 0)
+            count = (torch.ones_like(terms) if cast is None else cast[index]).masked_fill(ignored, 0)
         if reduction == NONE:
-            return each.to(dtype)
-        loss = each.sum()
+            return terms.to(dtype)
+        loss = terms.sum()
         # The mean's divisor counts the targets of all ranks: a sum of local means would weigh ranks wrongly.
         if reduction == MEAN and isinstance(count, Tensor):
             loss = loss / all_reduce_sum(counted, count.sum())
@@ -135,22 +135,22 @@ class ShardedClassLoss:
     ) -> Tensor:
         """Return the loss of every sample, for a class index as target."""
         ranges = self.ranges if self.ranges is not None else ((0, self.classes),)
-        at, own = local_position(index, ranges)
+        at, mask = local_position(index, ranges)
         if not self.logits:
-            right = _gather_own(scores, at, own, dim).to(accumulation_dtype(scores.dtype))
+            right = _gather_own(scores, at, mask, dim).to(accumulation_dtype(scores.dtype))
             return -right if weight is None else -right * weight[index]
         smoothed: Tensor | None = None
         if smoothing:
-            mine = scores.new_ones(self.classes, dtype=accumulation_dtype(scores.dtype)) if weight is None else weight
+            scales = scores.new_ones(self.classes, dtype=accumulation_dtype(scores.dtype)) if weight is None else weight
             # Label smoothing needs a weighted sum over all logits: this rank's weights are those of its classes.
-            smoothed = torch.cat([mine[start:stop] for start, stop in ranges] or [mine[:0]])
-        normalizer, right, weighted = _CrossEntropyTerms.apply(scores, at, own, smoothed, dim, axis)  # type: ignore[no-untyped-call]
+            smoothed = torch.cat([scales[start:stop] for start, stop in ranges] or [scales[:0]])
+        normalizer, right, weighted = _CrossEntropyTerms.apply(scores, at, mask, smoothed, dim, axis)  # type: ignore[no-untyped-call]
         loss = normalizer - right
         if weight is not None:
             loss = loss * weight[index]
         if smoothing:
-            every = self.classes if weight is None else weight.sum()
-            loss = loss * (1 - smoothing) + smoothing / self.classes * (every * normalizer - weighted)
+            total = self.classes if weight is None else weight.sum()
+            loss = loss * (1 - smoothing) + smoothing / self.classes * (total * normalizer - weighted)
         return loss  # type: ignore[no-any-return]
 
     def _loss_of_probabilities(
@@ -165,16 +165,16 @@ class ShardedClassLoss:
         at = none.expand([n for d, n in enumerate(scores.shape) if d != dim])
         # Only the log-sum-exp is used; the other two terms come from position 0, masked.
         normalizer, _, _ = _CrossEntropyTerms.apply(scores, at, torch.zeros_like(at, dtype=torch.bool), None, dim, axis)  # type: ignore[no-untyped-call]
-        both = torch.stack([target.sum(dim).to(normalizer.dtype), (target * scores.to(normalizer.dtype)).sum(dim)])
-        both = both if axis is None else all_reduce_differentiable(axis, both)
-        return both[0] * normalizer - both[1]  # type: ignore[no-any-return]
+        sums = torch.stack([target.sum(dim).to(normalizer.dtype), (target * scores.to(normalizer.dtype)).sum(dim)])
+        sums = sums if axis is None else all_reduce_differentiable(axis, sums)
+        return sums[0] * normalizer - sums[1]  # type: ignore[no-any-return]
 
 
-def _gather_own(x: Tensor, at: Tensor, own: Tensor, dim: int) -> Tensor:
+def _gather_own(x: Tensor, at: Tensor, mask: Tensor, dim: int) -> Tensor:
     """Return the element at one position along ``dim``, without that dimension; 0 where another rank has it."""
     if not x.shape[dim]:
         return x.sum(dim)  # zeros that depend on x, for its gradient
-    return x.gather(dim, at.unsqueeze(dim)).squeeze(dim).masked_fill(~own, 0)
+    return x.gather(dim, at.unsqueeze(dim)).squeeze(dim).masked_fill(~mask, 0)
 
 
 class _CrossEntropyTerms(torch.autograd.Function):
@@ -186,28 +186,28 @@ class _CrossEntropyTerms(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, at: Tensor, own: Tensor, weight: Tensor | None, dim: int, axis: Axis | None
+        ctx: Any, x: Tensor, at: Tensor, mask: Tensor, weight: Tensor | None, dim: int, axis: Axis | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         values, axes = upcast(x), [] if axis is None else [axis]
         if weight is not None:
             weight = weight.view([-1 if d == dim else 1 for d in range(x.dim())])
         highest = max_over_axes(axes, values, [dim])
-        sums = [(values - highest).exp_().sum(dim), _gather_own(values, at, own, dim)]
+        sums = [(values - highest).exp_().sum(dim), _gather_own(values, at, mask, dim)]
         sums += [] if weight is None else [(values * weight).sum(dim)]
         # One all-reduce for all row sums, after that of the maximum.
-        every = all_reduce_sum(axes, torch.stack(sums))
-        normalizer = every[0].log() + highest.squeeze(dim)
+        totals = all_reduce_sum(axes, torch.stack(sums))
+        normalizer = totals[0].log() + highest.squeeze(dim)
         ctx.dim = dim
-        ctx.save_for_backward(x, normalizer, at, own, weight)
-        return normalizer, every[1].clone(), every[-1].clone()
+        ctx.save_for_backward(x, normalizer, at, mask, weight)
+        return normalizer, totals[1].clone(), totals[-1].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, normalizer, at, own, weight = ctx.saved_tensors
+        x, normalizer, at, mask, weight = ctx.saved_tensors
         dim = ctx.dim
         grad = (x.to(normalizer.dtype) - normalizer.unsqueeze(dim)).exp_().mul_(grads[0].unsqueeze(dim))
         if x.shape[dim]:
-            grad.scatter_add_(dim, at.unsqueeze(dim), grads[1].masked_fill(~own, 0).unsqueeze(dim))
+            grad.scatter_add_(dim, at.unsqueeze(dim), grads[1].masked_fill(~mask, 0).unsqueeze(dim))
         if weight is not None:
             grad += weight * grads[2].unsqueeze(dim)
         return grad.to(x.dtype), None, None, None, None, None

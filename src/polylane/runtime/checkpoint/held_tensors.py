@@ -61,7 +61,7 @@ class Region:
         """Text that tells parts of one tensor apart; empty for the whole tensor."""
         if self.is_whole:
             return ""
-        ranges = ",".join("+".join(f"{start}:{stop}" for start, stop in each) for each in self.box)
+        ranges = ",".join("+".join(f"{start}:{stop}" for start, stop in dim_ranges) for dim_ranges in self.box)
         return f"#{ranges}" + ("" if self.span is None else f";{self.span[0]}:{self.span[1]}")
 
     def with_last_dim(self, length: int) -> Region:
@@ -115,7 +115,7 @@ class WorkerState:
         """Add a tensor."""
         self.tensors.append(HeldTensor(name, region, local.detach()))
 
-    def extend(self, other: WorkerState) -> None:
+    def extend(self, state: WorkerState) -> None:
         """Add all of another state."""
-        self.tensors += other.tensors
-        self.plain |= other.plain
+        self.tensors += state.tensors
+        self.plain |= state.plain

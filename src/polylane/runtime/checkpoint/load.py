@@ -63,34 +63,34 @@ def load_checkpoint(path: Path, rank: int, gather: Gather, restore: Restore) -> 
     Raises:
         PolylaneError: on every worker, the first one's reason.
     """
-    found, error = "", ""
+    folder, error = "", ""
     if rank == 0:
         try:
-            found = str(open_checkpoint(path)[0].absolute())
+            folder = str(open_checkpoint(path)[0].absolute())
         except PolylaneError as refused:
             error = str(refused)
-    found, error = gather((found, error))[0]
+    folder, error = gather((folder, error))[0]
     if error:
         raise PolylaneError(error)
     # Each reads the manifest by itself: it is in the same folder as the tensors, which each reads anyway.
     loaded: LoadedCheckpoint | None = None
     try:
-        manifest = read_manifest(Path(found))
-        plain = _read_plain(Path(found), manifest)
-        loaded = LoadedCheckpoint(Path(found), manifest, plain)
+        manifest = read_manifest(Path(folder))
+        plain = _read_plain(Path(folder), manifest)
+        loaded = LoadedCheckpoint(Path(folder), manifest, plain)
         restore(manifest.step, CheckpointReader(loaded.folder, manifest), plain)
     except PolylaneError as refused:
-        error = str(refused) if str(refused).startswith("checkpoint ") else f"checkpoint {found}: {refused}"
+        error = str(refused) if str(refused).startswith("checkpoint ") else f"checkpoint {folder}: {refused}"
     except Exception as failed:  # also of the user's load_state_dict: no worker may leave while others wait for it
         why = (str(failed).strip().splitlines() or [""])[0][:200]
         error = (
-            f"checkpoint {found}: cannot be restored ({type(failed).__name__}: {why}): it is of another training, or "
-            f"was edited; {name_another(Path(found))}"
+            f"checkpoint {folder}: cannot be restored ({type(failed).__name__}: {why}): it is of another training, or "
+            f"was edited; {name_another(Path(folder))}"
         )
     errors = gather(error)
-    first = next((told for told in errors if told), "")
-    if first or loaded is None:
-        raise PolylaneError(first)
+    reason = next((message for message in errors if message), "")
+    if reason or loaded is None:
+        raise PolylaneError(reason)
     return loaded
 
 
@@ -105,8 +105,8 @@ def _read_plain(folder: Path, manifest: Manifest) -> dict[str, Any]:
     except PolylaneError as error:
         raise PolylaneError(f"checkpoint {folder / MANIFEST}: plain: {error}; {name_another(folder)}") from None
     if not isinstance(plain, dict):
-        found = type(plain).__name__
+        kind = type(plain).__name__
         raise PolylaneError(
-            f"checkpoint {folder / MANIFEST}: plain is a {found}, expected names with values; {name_another(folder)}"
+            f"checkpoint {folder / MANIFEST}: plain is a {kind}, expected names with values; {name_another(folder)}"
         )
     return plain

@@ -33,11 +33,11 @@ def optimized_parts(holding: LocalModel, parameters: Mapping[str, nn.Parameter])
         holding: the worker's parameters and buffers.
         parameters: what the optimizer steps on: parameters, or ZeRO shards of them.
     """
-    found = {}
+    parts = {}
     for name, parameter in parameters.items():
         region = Region(tuple(holding.shard_spec.shapes[name]), holding.shard_spec.index_box(name))
-        found[name] = OptimizedPart(parameter, _cut_by_zero(holding, name, region))
-    return found
+        parts[name] = OptimizedPart(parameter, _cut_by_zero(holding, name, region))
+    return parts
 
 
 def _cut_by_zero(holding: LocalModel, name: str, region: Region) -> Region:
@@ -60,10 +60,10 @@ def model_tensors(holding: LocalModel) -> Iterator[HeldTensor]:
     for name, tensor in {**parameters, **buffers}.items():
         if name in elsewhere:
             continue
-        region, own = parameter_region(holding, name, tensor), holding.shards.local_tensor(name, tensor)
-        if own is not None:
+        region, part = parameter_region(holding, name, tensor), holding.shards.local_tensor(name, tensor)
+        if part is not None:
             hidden = holding.shards.keeps_only_shards and name in holding.shards.buffer_of
-            yield HeldTensor(PREFIX + name, _cut_by_zero(holding, name, region) if hidden else region, own.detach())
+            yield HeldTensor(PREFIX + name, _cut_by_zero(holding, name, region) if hidden else region, part.detach())
 
 
 def speaks_for(holding: LocalModel, name: str) -> bool:
@@ -84,9 +84,9 @@ def state_dict_names(holding: LocalModel) -> dict[str, str]:
     for partition in holding.prepared.partitions.values():
         tied |= partition.graph.tied
     model = holding.tensors.model
-    known = {*holding.tensors.parameters(), *holding.tensors.buffers()}
+    known_names = {*holding.tensors.parameters(), *holding.tensors.buffers()}
     # Weights that are shared without being tied in a graph are known by identity.
-    first = {id(tensor): name for name, tensor in reversed(list(model.named_parameters(remove_duplicate=False)))}
-    shared = {name: first[id(t)] for name, t in model.named_parameters(remove_duplicate=False)}
+    first_names = {id(tensor): name for name, tensor in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    shared = {name: first_names[id(t)] for name, t in model.named_parameters(remove_duplicate=False)}
     names = {name: tied.get(name, shared.get(name, name)) for name in model.state_dict(keep_vars=True)}
-    return {name: PREFIX + held for name, held in names.items() if held in known}
+    return {name: PREFIX + global_name for name, global_name in names.items() if global_name in known_names}

@@ -80,18 +80,22 @@ class _Owners:
         """
         if group is not None:
             return self._align(values, self.groups[group])
-        alike = [names for each in self.groups if (names := self._align(values, each))]
-        return self._align(values, self.order) or (alike[0] if len(alike) == 1 else [])
+        matches = [names for group_names in self.groups if (names := self._align(values, group_names))]
+        return self._align(values, self.order) or (matches[0] if len(matches) == 1 else [])
 
     def _align(self, values: Sequence[Any], names: list[str]) -> list[str]:
         moved = [name for name in names if self.parts[name].parameter.grad is not None]
-        alike = (each for each in (names, moved) if len(each) == len(values) and all(map(self._is_alike, values, each)))
-        return next(alike, [])
+        matches = (
+            candidate
+            for candidate in (names, moved)
+            if len(candidate) == len(values) and all(map(self._is_alike, values, candidate))
+        )
+        return next(matches, [])
 
     def _is_alike(self, value: Any, name: str) -> bool:
-        held = value.values() if isinstance(value, Mapping) else (value,)
+        values = value.values() if isinstance(value, Mapping) else (value,)
         shape = self.parts[name].parameter.shape
-        return value is None or any(isinstance(each, Tensor) and each.shape == shape for each in held)
+        return value is None or any(isinstance(item, Tensor) and item.shape == shape for item in values)
 
 
 # ---- collected -------------------------------------------------------------------------------------------------------
@@ -121,24 +125,24 @@ def collect_attributes(
         PolylaneError: no file can hold a value; or workers have parts of the parameters, and it is not to be seen to
             which of them it belongs.
     """
-    found = WorkerState()
-    for prefix, each in _places(objective, optimizer):
-        known = {id(each.state), id(each.param_groups), id(each.defaults)}
-        collector = _Collector(found, prefix, variant, _Owners(each, names, parts), speaks_for, is_whole, known)
-        for name, value in own_attributes(each):
+    state = WorkerState()
+    for prefix, member in _places(objective, optimizer):
+        known_ids = {id(member.state), id(member.param_groups), id(member.defaults)}
+        collector = _Collector(state, prefix, variant, _Owners(member, names, parts), speaks_for, is_whole, known_ids)
+        for name, value in own_attributes(member):
             collector.add(value, name)
-        for index, group in enumerate(each.param_groups):
+        for index, group in enumerate(member.param_groups):
             for key, value in group.items():
                 if is_beside_state(key, value):
                     collector.add(value, f"param_groups/{index}/{key}", group=index)
-        collector.say(_EACH, "", sorted(name for name, _ in own_attributes(each)))
-    return found
+        collector.say(_EACH, "", sorted(name for name, _ in own_attributes(member)))
+    return state
 
 
 def _places(objective: str, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
     """Yield the user's optimizers, with what the paths of their attributes begin with."""
-    for number, each in enumerate(optimizers_in(optimizer)):
-        yield f"attribute/{objective}/" + (f"{number}/" if number else ""), each
+    for number, member in enumerate(optimizers_in(optimizer)):
+        yield f"attribute/{objective}/" + (f"{number}/" if number else ""), member
 
 
 def _contents(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -172,8 +176,8 @@ class _Collector:
             self.say(path, owner, {"generator": value.get_state().tolist(), "device": str(value.device)})
         elif isinstance(value, torch.optim.Optimizer):
             self.known.add(id(value))
-            for name, inside in _contents(value).items():
-                self.add(inside, f"{path}/{name}", owner, depth + 1)
+            for name, item in _contents(value).items():
+                self.add(item, f"{path}/{name}", owner, depth + 1)
         elif isinstance(value, (Mapping, *_SEQUENCES)) and not _is_plain(value):
             self._add_values(value, path, owner, depth, group)
         elif isinstance(value, _SEQUENCES):
@@ -196,26 +200,26 @@ class _Collector:
 
     def _add_values(self, value: Any, path: str, owner: str, depth: int, group: int | None) -> None:
         items = list(value.items() if isinstance(value, Mapping) else enumerate(value))
-        if all(id(each) in self.owners.names for _, each in items):  # parameters, not what is kept for them
+        if all(id(item) in self.owners.names for _, item in items):  # parameters, not what is kept for them
             return
         node, is_numbered = {"kind": type(value).__name__}, all(key is i for i, (key, _) in enumerate(items))
-        places = self.owners.of_values([each for _, each in items], group) if is_numbered and not owner else []
+        places = self.owners.of_values([item for _, item in items], group) if is_numbered and not owner else []
         keys, by_group = list[Any](), is_numbered and group is None and len(items) == len(self.owners.groups)
-        for number, (key, each) in enumerate(items):
+        for number, (key, item) in enumerate(items):
             name, by = (places[number], "place") if places else self.owners.of_key(key) if not is_numbered else ("", "")
             if name:
                 self.say(f"{path}/{_EACH}", name, {**node, "by": by})
             else:
                 keys.append(key if isinstance(key, SCALARS) else {"text": str(key)})
             inner = number if by_group and not name else group
-            self.add(each, f"{path}/{name or key}", name or owner, depth + 1, inner)
+            self.add(item, f"{path}/{name or key}", name or owner, depth + 1, inner)
         self.say(path, owner, {**node, "keys": keys, "maxlen": getattr(value, "maxlen", None)})
 
 
 def _is_plain(value: Any) -> bool:
     """Return whether a file can hold a value as it is, of numbers and texts in mappings and sequences."""
     if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     return all(map(_is_plain, value)) if isinstance(value, _SEQUENCES) else isinstance(value, SCALARS)
 
 
@@ -236,16 +240,16 @@ def restore_attributes(
     Raises:
         PolylaneError: the optimizer has made one of these in its first steps, of a kind that cannot be made here.
     """
-    for prefix, each in _places(objective, optimizer):
+    for prefix, member in _places(objective, optimizer):
         paths = {path.removeprefix(prefix).partition("@")[0] for path in plain if path.startswith(prefix)}
-        restorer = _Restorer(prefix, variant, _Owners(each, names, parts), plain, fill, paths, type(each).__name__)
+        restorer = _Restorer(prefix, variant, _Owners(member, names, parts), plain, fill, paths, type(member).__name__)
         # What it has made in steps that the checkpoint does not have, it has not made yet.
-        for name, value in list(own_attributes(each)):
-            made = [tensor for tensor in find_tensors(value) if id(tensor) not in names]
-            if made and _EACH in paths and name not in restorer.read(_EACH):
-                del vars(each)[name]
-        restorer.fill_values(vars(each), "", {name for name in restorer.names_in("") if not name.isdecimal()})
-        for index, group in enumerate(each.param_groups):
+        for name, value in list(own_attributes(member)):
+            tensors = [tensor for tensor in find_tensors(value) if id(tensor) not in names]
+            if tensors and _EACH in paths and name not in restorer.read(_EACH):
+                del vars(member)[name]
+        restorer.fill_values(vars(member), "", {name for name in restorer.names_in("") if not name.isdecimal()})
+        for index, group in enumerate(member.param_groups):
             restorer.fill_values(group, f"param_groups/{index}/", restorer.names_in(f"param_groups/{index}/"))
 
 
@@ -264,16 +268,16 @@ class _Restorer:
     def read(self, path: str) -> Any:
         return find_variant(self.plain, self.prefix + path, self.variant)
 
-    def names_in(self, place: str) -> set[str]:
-        inside = {path.removeprefix(place).partition("/")[0] for path in self.paths if path.startswith(place)}
-        return inside - {_EACH, "param_groups" if not place else ""}
+    def names_in(self, base_path: str) -> set[str]:
+        names = {path.removeprefix(base_path).partition("/")[0] for path in self.paths if path.startswith(base_path)}
+        return names - {_EACH, "param_groups" if not base_path else ""}
 
-    def fill_values(self, values: Any, place: str, names: Collection[str]) -> None:
+    def fill_values(self, values: Any, base_path: str, names: Collection[str]) -> None:
         """Put what is saved of some names into a mapping of an optimizer's attributes, or of a group's options."""
         for name in names:
-            value = self.make(place + name, values.get(name, _MISSING), "")
+            value = self.make(base_path + name, values.get(name, _MISSING), "")
             if value is _MISSING:
-                raise self._refuse(place + name)
+                raise self._refuse(base_path + name)
             values[name] = value
 
     def make(self, path: str, present: Any, owner: str) -> Any:
@@ -285,13 +289,13 @@ class _Restorer:
             owner: name of the parameter that it belongs to; "" where it belongs to none.
         """
         if isinstance(present, torch.optim.Optimizer):
-            inside = _contents(present)
-            self.fill_values(inside, f"{path}/", self.names_in(f"{path}/"))
-            vars(present).update((name, value) for name, value in inside.items() if name in vars(present))
+            contents = _contents(present)
+            self.fill_values(contents, f"{path}/", self.names_in(f"{path}/"))
+            vars(present).update((name, value) for name, value in contents.items() if name in vars(present))
             return present
-        node, each = self.read(path), self.read(f"{path}/{_EACH}")
-        if each is not None or (node is not None and "keys" in node):
-            return self._make_values(path, node, each, present, owner)
+        node, header = self.read(path), self.read(f"{path}/{_EACH}")
+        if header is not None or (node is not None and "keys" in node):
+            return self._make_values(path, node, header, present, owner)
         if node is None or ("of" in node and owner not in self.owners.parts):
             return present
         if "generator" in node:
@@ -303,43 +307,43 @@ class _Restorer:
         return self._make_tensor(path, node, present, owner)
 
     def _make_tensor(self, path: str, node: Mapping[str, Any], present: Any, owner: str) -> Tensor:
-        made: Tensor
+        tensor: Tensor
         if "of" in node:
-            made = join_state(node["of"], self.owners.parts[owner], self.variant, self.fill, owner)
-            if isinstance(present, Tensor) and present.shape == made.shape:
-                present.detach().copy_(made)
+            tensor = join_state(node["of"], self.owners.parts[owner], self.variant, self.fill, owner)
+            if isinstance(present, Tensor) and present.shape == tensor.shape:
+                present.detach().copy_(tensor)
                 return present
-            return made
+            return tensor
         if not isinstance(present, Tensor):
             device = next((part.parameter.device for part in self.owners.parts.values()), torch.device("cpu"))
             kind = getattr(torch, node["dtype"].removeprefix("torch."))
             present = torch.empty(node["shape"], dtype=kind, device="cpu" if node["device"] == "cpu" else device)
-        made = present
-        self.fill(self.prefix + path + self.variant, whole_region(made.shape), made.detach())
-        return made
+        tensor = present
+        self.fill(self.prefix + path + self.variant, whole_region(tensor.shape), tensor.detach())
+        return tensor
 
-    def _make_values(self, path: str, node: Any, each: Any, present: Any, owner: str) -> Any:
-        held = present.items() if isinstance(present, Mapping) else ()
-        before, made = dict(enumerate(present) if isinstance(present, _SEQUENCES) else held), dict[Any, Any]()
-        named = {} if each is None else {name: self.owners.parts[name].parameter for name in self.owners.order}
+    def _make_values(self, path: str, node: Any, header: Any, present: Any, owner: str) -> Any:
+        items = present.items() if isinstance(present, Mapping) else ()
+        old_entries, entries = dict(enumerate(present) if isinstance(present, _SEQUENCES) else items), dict[Any, Any]()
+        named = {} if header is None else {name: self.owners.parts[name].parameter for name in self.owners.order}
         named = {name: parameter for name, parameter in named.items() if f"{path}/{name}" in self.paths}
-        own = {self.owners.of_key(key)[0]: key for key in before}
+        keys = {self.owners.of_key(key)[0]: key for key in old_entries}
         for number, (name, parameter) in enumerate(named.items()):
-            key = {"place": number, "name": name, "id": id(parameter), "parameter": parameter}[each["by"]]
-            key = own.get(name, key) if each["by"] != "place" else key
-            made[key] = self.make(f"{path}/{name}", before.get(key, _MISSING), name)
-        texts = {str(key): key for key in before if not isinstance(key, Tensor)}
+            key = {"place": number, "name": name, "id": id(parameter), "parameter": parameter}[header["by"]]
+            key = keys.get(name, key) if header["by"] != "place" else key
+            entries[key] = self.make(f"{path}/{name}", old_entries.get(key, _MISSING), name)
+        texts = {str(key): key for key in old_entries if not isinstance(key, Tensor)}
         for saved in node["keys"] if node is not None else ():
             # A key that no file has must be there already.
             text, key = (saved["text"], texts.get(saved["text"])) if isinstance(saved, Mapping) else (saved, saved)
-            made[key] = self.make(f"{path}/{text}", before.get(key, _MISSING), owner)
-        if any(value is _MISSING for value in made.values()):
+            entries[key] = self.make(f"{path}/{text}", old_entries.get(key, _MISSING), owner)
+        if any(value is _MISSING for value in entries.values()):
             raise self._refuse(path)
         if isinstance(present, MutableMapping):
-            present.update(made)
+            present.update(entries)
             return present
-        kind = (each or node)["kind"]
-        return made if kind == "dict" else self._make_sequence(path, node or each, present, list(made.values()))
+        kind = (header or node)["kind"]
+        return entries if kind == "dict" else self._make_sequence(path, node or header, present, list(entries.values()))
 
     def _make_sequence(self, path: str, node: Mapping[str, Any], present: Any, values: list[Any]) -> Any:
         if isinstance(present, (list, deque)):

@@ -49,36 +49,36 @@ def collect_optimizer(
     Raises:
         PolylaneError: a state is of a type that no file has.
     """
-    found = WorkerState()
+    worker_state = WorkerState()
     for name, part in parts.items():
         if not (state := optimizer.state.get(part.parameter)):
             continue
         prefix = f"optimizer/{objective}/{name}"
         skeleton = {}
         for key, value in state.items():
-            skeleton[key] = split_state(value, f"{prefix}/{key}", part, variant, found, f"{name}: state {key}")
-        found.plain[prefix + variant] = skeleton
-    return found
+            skeleton[key] = split_state(value, f"{prefix}/{key}", part, variant, worker_state, f"{name}: state {key}")
+        worker_state.plain[prefix + variant] = skeleton
+    return worker_state
 
 
-def split_state(value: Any, path: str, part: OptimizedPart, variant: str, found: WorkerState, what: str) -> Any:
+def split_state(value: Any, path: str, part: OptimizedPart, variant: str, state: WorkerState, text: str) -> Any:
     """Return a value that belongs to a parameter with tensors replaced by their names, which are added to the state."""
     if isinstance(value, Tensor):
         is_alike = value.shape == part.parameter.shape
         region = part.region if is_alike and value.dim() else whole_region(value.shape)
         # What has the shape of all of a parameter is known by the parameter's name; else by the part that it is for.
         name = path + ("" if (is_alike or not value.dim()) else part.region.label) + variant
-        found.add(name, region, value)
+        state.add(name, region, value)
         on_device = value.device == part.parameter.device
         return {TENSOR: [name, str(value.dtype), None if is_alike and value.dim() else list(value.shape), on_device]}
     if isinstance(value, Mapping):
-        return {key: split_state(each, f"{path}/{key}", part, variant, found, what) for key, each in value.items()}
+        return {key: split_state(item, f"{path}/{key}", part, variant, state, text) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(split_state(e, f"{path}/{i}", part, variant, found, what) for i, e in enumerate(value))
+        return type(value)(split_state(e, f"{path}/{i}", part, variant, state, text) for i, e in enumerate(value))
     if isinstance(value, SCALARS):
         return value
     raise PolylaneError(
-        f"the optimizer's state of {what} is a {type(value).__name__}, which no checkpoint can hold: it may be made of "
+        f"the optimizer's state of {text} is a {type(value).__name__}, which no checkpoint can hold: it may be made of "
         "tensors, numbers and texts"
     )
 
@@ -130,21 +130,21 @@ def join_state(value: Any, part: OptimizedPart, variant: str, fill: Fill, parame
         name = name.partition("@")[0]
         device, kind = part.parameter.device if on_device else "cpu", getattr(torch, dtype.removeprefix("torch."))
         if shape is None:
-            found = torch.empty_like(part.parameter, dtype=kind, device=device, requires_grad=False)
-            fill(name + variant, part.region, found)
-            return found
+            tensor = torch.empty_like(part.parameter, dtype=kind, device=device, requires_grad=False)
+            fill(name + variant, part.region, tensor)
+            return tensor
         if shape and name.partition("#")[1] + name.partition("#")[2] != part.region.label:
             raise PolylaneError(
                 f"the optimizer's state {name} is of another part of {parameter} than this worker updates: such a "
                 "state, which does not have the parameter's shape, fits plans that cut the parameter alike"
             )
-        found = torch.empty(shape, dtype=kind, device=device)
-        fill(name + variant, whole_region(found.shape), found)
-        return found
+        tensor = torch.empty(shape, dtype=kind, device=device)
+        fill(name + variant, whole_region(tensor.shape), tensor)
+        return tensor
     if isinstance(value, Mapping):
-        return {key: join_state(each, part, variant, fill, parameter) for key, each in value.items()}
+        return {key: join_state(item, part, variant, fill, parameter) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(join_state(each, part, variant, fill, parameter) for each in value)
+        return type(value)(join_state(item, part, variant, fill, parameter) for item in value)
     return value
 
 
@@ -171,10 +171,10 @@ def collect_options(objective: str, optimizer: torch.optim.Optimizer, scheduler:
         for i, group in enumerate(optimizer.param_groups)
     ]
     kinds = [_describe_kinds(optimizers_in(optimizer)), _describe_kinds(schedulers_in(scheduler))]
-    found: dict[str, Any] = {f"groups/{objective}": groups, f"kinds/{objective}": kinds}
+    options: dict[str, Any] = {f"groups/{objective}": groups, f"kinds/{objective}": kinds}
     if scheduler is not None and hasattr(scheduler, "state_dict"):
-        found[f"scheduler/{objective}"] = to_plain(scheduler.state_dict(), f"{type(scheduler).__name__}.state_dict()")
-    return found
+        options[f"scheduler/{objective}"] = to_plain(scheduler.state_dict(), f"{type(scheduler).__name__}.state_dict()")
+    return options
 
 
 def collect_counts(objective: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def collect_counts(objective: str, optimizer: torch.optim.Optimizer) -> dict[str
 
 def is_beside_state(key: str, value: Any) -> bool:
     """Return whether an option of a group is no option, but what an optimizer keeps: a list or mapping of tensors."""
-    return key not in _GROUP_NAMES and not isinstance(value, Tensor) and any(each.dim() for each in find_tensors(value))
+    return key not in _GROUP_NAMES and not isinstance(value, Tensor) and any(item.dim() for item in find_tensors(value))
 
 
 def _plain_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
@@ -192,15 +192,15 @@ def _plain_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, A
 
     Of the second and later of several optimizers with their number before the name.
     """
-    for number, each in enumerate(optimizers_in(optimizer)):
-        for name, value in own_attributes(each):
+    for number, member in enumerate(optimizers_in(optimizer)):
+        for name, value in own_attributes(member):
             if isinstance(value, bool | int | float | str | NoneType):
                 yield f"{number}/{name}" if number else name, value
 
 
-def _describe_kinds(those: Sequence[Any]) -> str | None:
+def _describe_kinds(objects: Sequence[Any]) -> str | None:
     """Return the classes of optimizers or schedulers as one text; None where there are none."""
-    return ", ".join(type(each).__qualname__ for each in those) or None
+    return ", ".join(type(item).__qualname__ for item in objects) or None
 
 
 def restore_options(objective: str, optimizer: torch.optim.Optimizer, scheduler: Any, plain: Mapping[str, Any]) -> None:
@@ -233,12 +233,12 @@ def restore_options(objective: str, optimizer: torch.optim.Optimizer, scheduler:
                 present.copy_(value)  # a scheduler, or a captured step, may hold this very tensor
             else:
                 group[key] = value
-    own = optimizers_in(optimizer)
+    members = optimizers_in(optimizer)
     for path, value in plain.get(f"attributes/{objective}", {}).items():
         number, _, name = path.rpartition("/")
-        each = own[int(number)] if number.isdecimal() and int(number) < len(own) else own[0]
-        if name not in BASE_ATTRIBUTES and not hasattr(type(each), name):  # never a method, whatever the file says
-            vars(each)[name] = value
+        member = members[int(number)] if number.isdecimal() and int(number) < len(members) else members[0]
+        if name not in BASE_ATTRIBUTES and not hasattr(type(member), name):  # never a method, whatever the file says
+            vars(member)[name] = value
     saved = plain.get(f"scheduler/{objective}")
     if scheduler is not None and hasattr(scheduler, "load_state_dict"):
         if saved is None:
@@ -251,15 +251,15 @@ def _refuse_other_kinds(
 ) -> None:
     """Refuse state that another class of optimizer or scheduler has saved, which would be taken for one's own."""
     saved = plain.get(f"kinds/{objective}")
-    now = optimizers_in(optimizer), schedulers_in(scheduler)
-    for what, before, own in zip(("optimizer", "scheduler"), saved or (), now, strict=False):
-        kind = _describe_kinds(own)
-        if before != kind:
+    objects = optimizers_in(optimizer), schedulers_in(scheduler)
+    for role, saved_kind, members in zip(("optimizer", "scheduler"), saved or (), objects, strict=False):
+        kind = _describe_kinds(members)
+        if saved_kind != kind:
             raise PolylaneError(
-                f"was saved with {_name_kind(before, what)}, expected {_name_kind(kind, what)}: it is of "
+                f"was saved with {_name_kind(saved_kind, role)}, expected {_name_kind(kind, role)}: it is of "
                 "another training"
             )
 
 
-def _name_kind(kind: str | None, what: str) -> str:
-    return f"no {what}" if kind is None else f"the {what} {kind}"
+def _name_kind(kind: str | None, role: str) -> str:
+    return f"no {role}" if kind is None else f"the {role} {kind}"

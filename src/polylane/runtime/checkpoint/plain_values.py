@@ -14,12 +14,12 @@ TENSOR = "polylane.tensor"  # key of a mapping that stands for a tensor
 SCALARS = (bool, int, float, str, bytes, type(None))  # types of values that a file holds as they are
 
 
-def to_plain(value: Any, what: str) -> Any:
+def to_plain(value: Any, label: str) -> Any:
     """Return a value that a file can hold: of mappings, lists, tuples, numbers and texts, with marked tensors.
 
     Args:
         value: state of an object of the user's; its tensors are small, since each of their numbers becomes text.
-        what: where it is from, for errors.
+        label: where it is from, for errors.
 
     Raises:
         PolylaneError: a part of it is of another type.
@@ -27,13 +27,13 @@ def to_plain(value: Any, what: str) -> Any:
     if isinstance(value, Tensor):
         return {TENSOR: [str(value.dtype), value.detach().cpu().reshape(-1).tolist(), list(value.shape)]}
     if isinstance(value, Mapping):
-        return {key: to_plain(each, f"{what}[{key!r}]") for key, each in value.items()}
+        return {key: to_plain(item, f"{label}[{key!r}]") for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(to_plain(each, what) for each in value)
+        return type(value)(to_plain(item, label) for item in value)
     if isinstance(value, SCALARS):
         return value
     raise PolylaneError(
-        f"{what} has a {type(value).__name__}, which no checkpoint can hold: let it be made of numbers, texts and "
+        f"{label} has a {type(value).__name__}, which no checkpoint can hold: let it be made of numbers, texts and "
         "tensors (of a scheduler, by a state_dict() and load_state_dict() of its own)"
     )
 
@@ -44,9 +44,9 @@ def from_plain(value: Any) -> Any:
         dtype, values, shape = value[TENSOR]
         return torch.tensor(values, dtype=getattr(torch, dtype.removeprefix("torch."))).view(shape)
     if isinstance(value, Mapping):
-        return {key: from_plain(each) for key, each in value.items()}
+        return {key: from_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(from_plain(each) for each in value)
+        return type(value)(from_plain(item) for item in value)
     return value
 
 
@@ -58,7 +58,7 @@ def numpy_state(saved: Any) -> tuple[Any, ...]:
     """
     import numpy
 
-    kind, keys, place, *rest = saved
-    if kind != "MT19937" or len(keys) != 624 or type(place) is not int or not 0 <= place <= 624:
+    kind, keys, position, *gauss_state = saved
+    if kind != "MT19937" or len(keys) != 624 or type(position) is not int or not 0 <= position <= 624:
         raise PolylaneError("a state of NumPy's random generator has a place outside of its 624 numbers")
-    return kind, numpy.array(keys, dtype="uint32"), place, *rest
+    return kind, numpy.array(keys, dtype="uint32"), position, *gauss_state

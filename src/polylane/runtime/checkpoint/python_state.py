@@ -27,13 +27,13 @@ def collect_python_state(holding: LocalModel, replica: int) -> dict[str, Any]:
     Raises:
         PolylaneError: a value that changes in every step is of a type that no file has.
     """
-    found = dict[str, Any]()
+    entries = dict[str, Any]()
     for written in _written_names(holding.prepared):
         value = written.place.get()
         if holding.stage not in written.stages or value is MISSING:
             continue
         if _is_plain(value):
-            found[f"python/{written.key}@{replica}"] = value
+            entries[f"python/{written.key}@{replica}"] = value
         elif written.changes_every_step and not _has_extra_state(written.place.owner):
             raise PolylaneError(
                 f"the forward or the loss writes {written.place.label}, a {type(value).__name__}, which no checkpoint "
@@ -42,8 +42,8 @@ def collect_python_state(holding: LocalModel, replica: int) -> dict[str, Any]:
     for path, module in _with_extra_state(holding.tensors.model):
         if holding.stage in _stages_of(holding, path):
             state = to_plain(module.get_extra_state(), f"{path or 'the model'}.get_extra_state()")
-            found[f"extra/{path}@{replica}"] = state
-    return found
+            entries[f"extra/{path}@{replica}"] = state
+    return entries
 
 
 def restore_python_state(prepared: CompiledTraining, model: nn.Module, replica: int, plain: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ def restore_python_state(prepared: CompiledTraining, model: nn.Module, replica: 
 
 def _saved_name(name: str, replica: int, plain: Mapping[str, Any]) -> str | None:
     """Return the name of a replica's own value; where that replica was not there, of the first one's."""
-    return next((each for each in (f"{name}@{replica}", f"{name}@0") if each in plain), None)
+    return next((candidate for candidate in (f"{name}@{replica}", f"{name}@0") if candidate in plain), None)
 
 
 @dataclass(frozen=True)
@@ -82,26 +82,31 @@ class _WrittenName:
 
 def _written_names(prepared: CompiledTraining) -> Iterator[_WrittenName]:
     """Yield the names that forward passes write, each once."""
-    seen = set[str]()
+    seen_keys = set[str]()
     for partition in prepared.partitions.values():
         effects, leaves = partition.graph.code.effects, collect_effects(partition.graph)
-        for place in () if effects is None else effects.written_names:
-            key = f"{place.kind}/{place.path or place.label}/{place.name}"
-            own = place.label if place.kind != "attribute" or place.path is None else f"self.{place.name}"
+        for target in () if effects is None else effects.written_names:
+            key = f"{target.kind}/{target.path or target.label}/{target.name}"
+            label = target.label if target.kind != "attribute" or target.path is None else f"self.{target.name}"
             # Leaves are calls of the user's own Python in the graph: those that write it run in every step.
-            words = {f"writes {own}", f"draws from {own}"}
-            at = {name for name, every in leaves.items() if any(e.kind == "state" and e.what in words for e in every)}
+            words = {f"writes {label}", f"draws from {label}"}
+            at = {name for name, items in leaves.items() if any(e.kind == "state" and e.what in words for e in items)}
             stages = {s for s in range(partition.stages) if any(node.name in at for node in partition.nodes(s))}
-            if key not in seen:
-                seen.add(key)
-                first = prepared.plan.first_chunk
-                yield _WrittenName(key, place, {first(s) for s in stages} or {0}, bool(at))
+            if key not in seen_keys:
+                seen_keys.add(key)
+                first_chunk = prepared.plan.first_chunk
+                yield _WrittenName(key, target, {first_chunk(s) for s in stages} or {0}, bool(at))
     # Lines of a loss that only note something run on every worker.
-    for place in [place for each in prepared.objectives.values() if each.log is not None for place in each.log.places]:
-        key = f"{place.kind}/{place.label}/{place.name}"
-        if key not in seen:
-            seen.add(key)
-            yield _WrittenName(key, place, set(prepared.plan.first_chunks), False)
+    for target in [
+        target
+        for objective in prepared.objectives.values()
+        if objective.log is not None
+        for target in objective.log.places
+    ]:
+        key = f"{target.kind}/{target.label}/{target.name}"
+        if key not in seen_keys:
+            seen_keys.add(key)
+            yield _WrittenName(key, target, set(prepared.plan.first_chunks), False)
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -119,8 +124,8 @@ def _stages_of(holding: LocalModel, path: str) -> set[int]:
     for partition in holding.prepared.partitions.values():
         for stage in range(partition.stages):
             for node in partition.nodes(stage):
-                inside = node.module or ""
-                if not inside or not path or f"{inside}.".startswith(f"{path}.") or f"{path}.".startswith(f"{inside}."):
+                module = node.module or ""
+                if not module or not path or f"{module}.".startswith(f"{path}.") or f"{path}.".startswith(f"{module}."):
                     return {holding.prepared.plan.first_chunk(stage)}
     return {0}
 
@@ -133,11 +138,11 @@ def _is_plain(value: Any) -> bool:
     return type(value) in SCALARS
 
 
-def _put(place: PythonName, value: Any) -> None:
+def _put(target: PythonName, value: Any) -> None:
     """Set a name; a container keeps its identity, since others may refer to it."""
-    present: Any = place.get()
+    present: Any = target.get()
     if type(present) is not type(value) or type(value) not in (list, dict, set):
-        place.put(value)
+        target.put(value)
         return
     present.clear()
     (present.extend if type(value) is list else present.update)(value)

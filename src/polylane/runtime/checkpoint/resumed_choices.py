@@ -27,42 +27,42 @@ def describe_choices(prepared: CompiledTraining, clip_norm: float | None) -> dic
     return {"trained": trained, "clip_norm": None if clip_norm is None else float(clip_norm)}
 
 
-def note_changed_choices(saved: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, ...]:
+def note_changed_choices(saved: Mapping[str, Any], choices: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a note for each choice that is another than in the checkpoint's run; none where that is not known.
 
     Args:
         saved: facts of the checkpoint's run, those of :func:`describe_choices` among them.
-        own: the choices of this run.
+        choices: the choices of this run.
     """
     notes = []
-    known = saved["trained"] if isinstance(saved.get("trained"), dict) else {}
-    for name, trained in own["trained"].items():
-        if not isinstance(known.get(name), list):
+    saved_trained = saved["trained"] if isinstance(saved.get("trained"), dict) else {}
+    for name, trained in choices["trained"].items():
+        if not isinstance(saved_trained.get(name), list):
             continue
-        before = [each for each in known[name] if isinstance(each, str)]
-        of = f"objective {name}: " if len(own["trained"]) > 1 else ""
-        if frozen := _missing(before, trained):
+        saved_names = [entry for entry in saved_trained[name] if isinstance(entry, str)]
+        of = f"objective {name}: " if len(choices["trained"]) > 1 else ""
+        if frozen := _missing(saved_names, trained):
             notes.append(f"{of}{_list_names(frozen, 'trained')} frozen now")
-        if trained_now := _missing(trained, before):
+        if trained_now := _missing(trained, saved_names):
             notes.append(f"{of}{_list_names(trained_now, 'frozen')} trained now")
     is_known = "clip_norm" in saved and isinstance(saved["clip_norm"], float | None)
-    if is_known and saved["clip_norm"] != own["clip_norm"]:
-        now, then = (_format_bound(each["clip_norm"]) for each in (own, saved))
-        notes.append(f"{now}, and the checkpoint's run had {then}: the numbers are not those of that run")
+    if is_known and saved["clip_norm"] != choices["clip_norm"]:
+        bound, then = (_format_bound(record["clip_norm"]) for record in (choices, saved))
+        notes.append(f"{bound}, and the checkpoint's run had {then}: the numbers are not those of that run")
     return tuple(notes)
 
 
 def _missing(names: Sequence[str], among: Sequence[str]) -> list[str]:
-    known = set(among)
-    return [name for name in names if name not in known]
+    known_names = set(among)
+    return [name for name in names if name not in known_names]
 
 
-def _list_names(names: Sequence[str], before: str) -> str:
+def _list_names(names: Sequence[str], old_state: str) -> str:
     shown = ", ".join(clean_text(name) for name in names[:SHOWN])
-    others = len(names) - SHOWN
-    head = shown if others <= 0 else f"{shown} and {format_plural(others, 'other')}"
-    was, now = ("was", "is") if len(names) == 1 else ("were", "are")
-    return f"{head} {was} {before} in the checkpoint's run and {now}"
+    other_count = len(names) - SHOWN
+    head = shown if other_count <= 0 else f"{shown} and {format_plural(other_count, 'other')}"
+    was, verb = ("was", "is") if len(names) == 1 else ("were", "are")
+    return f"{head} {was} {old_state} in the checkpoint's run and {verb}"
 
 
 def _format_bound(clip_norm: float | None) -> str:

@@ -174,20 +174,20 @@ class CheckpointSaver:
         _raise_first([error], "begun")
         error = refusal
         shards, rectangles = cut_shards(state)
-        digest = hashlib.sha256(encode([tuple(each) for each in rectangles])).hexdigest()
-        every = self._gather((error, digest, state.plain if not error else {}))
+        digest = hashlib.sha256(encode([tuple(rectangle) for rectangle in rectangles])).hexdigest()
+        answers = self._gather((error, digest, state.plain if not error else {}))
         try:
-            _raise_first([said[0] for said in every], "begun")
+            _raise_first([answer[0] for answer in answers], "begun")
         except PolylaneError:
             self._drop(folder)
             raise
-        mine, tensors = self._assign("".join(said[1] for said in every), rectangles)
+        indices, tensors = self._assign("".join(answer[1] for answer in answers), rectangles)
         plain: dict[str, Any] = {}
-        for said in reversed(every):
-            plain |= said[2]
+        for answer in reversed(answers):
+            plain |= answer[2]
         self._under_way = _UnderWay(position, tensors, plain, facts, Path(folder))
         try:
-            self._writer.start(folder, f"rank-{self._rank:05d}.safetensors", [shards[i] for i in mine])
+            self._writer.start(folder, f"rank-{self._rank:05d}.safetensors", [shards[i] for i in indices])
         except PolylaneError as refused:
             self._under_way.error = str(refused)
         self.stall_seconds += time.perf_counter() - started
@@ -204,10 +204,14 @@ class CheckpointSaver:
     def _assign(self, digest: str, rectangles: Sequence[WritableRectangle]) -> tuple[list[int], Mapping[str, _Form]]:
         """Return which of its rectangles this worker writes, and all tensors; a collective where workers changed."""
         if self._assignments is None or self._assignments[0] != digest:
-            told = self._gather([tuple(each) for each in rectangles])
-            every = [[WritableRectangle(*each) for each in own] for own in told]
-            tensors = {each.name: (each.dtype, each.shape, each.is_complex) for own in every for each in own}
-            self._assignments = digest, assign_rectangles(every)[self._rank], tensors
+            tables = self._gather([tuple(rectangle) for rectangle in rectangles])
+            rectangles_by_rank = [[WritableRectangle(*row) for row in table] for table in tables]
+            tensors = {
+                rectangle.name: (rectangle.dtype, rectangle.shape, rectangle.is_complex)
+                for group in rectangles_by_rank
+                for rectangle in group
+            }
+            self._assignments = digest, assign_rectangles(rectangles_by_rank)[self._rank], tensors
         return self._assignments[1:]
 
     def advance(self, extra: Any = None, wait: bool = False) -> list[Any]:
@@ -224,12 +228,12 @@ class CheckpointSaver:
             PolylaneError: on all workers, if the checkpoint could not be written: where, and why.
         """
         started = time.perf_counter()
-        every = self._gather((self._report(wait), extra))
-        reports = [said[0] for said in every]
+        answers = self._gather((self._report(wait), extra))
+        reports = [answer[0] for answer in answers]
         if self._under_way is not None:
             self._act(reports)
             self.stall_seconds += time.perf_counter() - started
-        return [said[1] for said in every]
+        return [answer[1] for answer in answers]
 
     def finish(self) -> None:
         """Wait until the checkpoint that is being written is complete; a collective of all processes.
@@ -241,51 +245,51 @@ class CheckpointSaver:
             self.advance(wait=True)
 
     def _report(self, wait: bool) -> _Report:
-        now = self._under_way
-        if now is None:
+        checkpoint = self._under_way
+        if checkpoint is None:
             return _Report()
         if self._writer.is_writing:
             try:
-                now.written = self._writer.wait(None if wait else 0.0)
+                checkpoint.written = self._writer.wait(None if wait else 0.0)
             except PolylaneError as refused:
-                now.error = str(refused)
+                checkpoint.error = str(refused)
         elif self._writer.is_committing:
             try:
-                now.committed = self._writer.wait_committed(None if wait else 0.0) or ""
+                checkpoint.committed = self._writer.wait_committed(None if wait else 0.0) or ""
             except PolylaneError as refused:
-                now.error = str(refused)
-        done = now.written
-        written = None if done is None else (done.file, done.size, tuple(done.chunks))
-        return _Report(written, now.error, now.committed)
+                checkpoint.error = str(refused)
+        snapshot = checkpoint.written
+        written = None if snapshot is None else (snapshot.file, snapshot.size, tuple(snapshot.chunks))
+        return _Report(written, checkpoint.error, checkpoint.committed)
 
     def _act(self, reports: Sequence[_Report]) -> None:
-        now = self._under_way
-        assert now is not None
-        if any(each.error for each in reports):
+        checkpoint = self._under_way
+        assert checkpoint is not None
+        if any(report.error for report in reports):
             # Others may still be writing into the folder: they are waited for before it is removed.
             with contextlib.suppress(PolylaneError):
                 if self._writer.is_writing:
                     self._writer.wait()
             self._gather(None)
             self._under_way = None
-            self._drop(str(now.folder))
-            _raise_first([each.error for each in reports], "written")
+            self._drop(str(checkpoint.folder))
+            _raise_first([report.error for report in reports], "written")
         if reports[0].committed:
             self.newest, self._under_way = Path(reports[0].committed), None
-        elif self._rank == 0 and all(each.written for each in reports) and not self._writer.is_committing:
+        elif self._rank == 0 and all(report.written for report in reports) and not self._writer.is_committing:
             try:
                 store = CheckpointStore(self._root, self.keep)
-                self._writer.start_commit(store, str(now.folder), self._make_manifest(now, reports))
+                self._writer.start_commit(store, str(checkpoint.folder), self._make_manifest(checkpoint, reports))
             except PolylaneError as refused:
-                now.error = str(refused)
+                checkpoint.error = str(refused)
 
-    def _make_manifest(self, now: _UnderWay, reports: Sequence[_Report]) -> Manifest:
+    def _make_manifest(self, checkpoint: _UnderWay, reports: Sequence[_Report]) -> Manifest:
         chunks: dict[str, list[Chunk]] = {}
         files = {}
         for report in reports:
             assert report.written is not None
-            file, files[file], own = report.written[0], report.written[1], report.written[2]
-            for name, chunk in own:
+            file, files[file], entries = report.written[0], report.written[1], report.written[2]
+            for name, chunk in entries:
                 chunks.setdefault(name, []).append(Chunk.model_validate(chunk))
         tensors = {
             name: SavedTensor(
@@ -294,9 +298,9 @@ class CheckpointSaver:
                 chunks=tuple(chunks.get(name, ())),
                 is_complex=is_complex,
             )
-            for name, (dtype, shape, is_complex) in sorted(now.tensors.items())
+            for name, (dtype, shape, is_complex) in sorted(checkpoint.tensors.items())
         }
-        position, plain = now.position, dict(now.plain)
+        position, plain = checkpoint.position, dict(checkpoint.plain)
         return Manifest(
             step=position.step,
             epoch=position.epoch,
@@ -306,7 +310,7 @@ class CheckpointSaver:
             plain=to_json(plain),
             files=files,
             tensors=tensors,
-            **now.facts,
+            **checkpoint.facts,
         )
 
     def _drop(self, folder: str) -> None:
@@ -320,52 +324,52 @@ class CheckpointSaver:
             self._drop(str(self._under_way.folder))
 
 
-def _raise_first(errors: Sequence[str], done: str) -> None:
+def _raise_first(errors: Sequence[str], outcome: str) -> None:
     for rank, error in enumerate(errors):
         if error:
-            raise PolylaneError(f"the checkpoint was not {done}: rank {rank}: {error}")
+            raise PolylaneError(f"the checkpoint was not {outcome}: rank {rank}: {error}")
 
 
 def cut_shards(state: WorkerState) -> tuple[list[ShardToWrite], list[WritableRectangle]]:
     """Return the rectangles that a worker could write, sorted by name, and what others are told of them."""
     shards = [
-        ShardToWrite(held, piece)
-        for held in sorted((each.as_real() for each in state.tensors), key=lambda each: each.name)
-        for piece in held.region.pieces
+        ShardToWrite(held_tensor, piece)
+        for held_tensor in sorted((tensor.as_real() for tensor in state.tensors), key=lambda tensor: tensor.name)
+        for piece in held_tensor.region.pieces
     ]
     return shards, [
         WritableRectangle(
-            each.held.name,
-            each.held.region.shape,
-            DTYPE_NAMES.get(each.held.local.dtype, str(each.held.local.dtype)),
-            each.piece.rectangle.offsets,
-            each.piece.rectangle.shape,
-            each.held.is_complex,
+            shard.held.name,
+            shard.held.region.shape,
+            DTYPE_NAMES.get(shard.held.local.dtype, str(shard.held.local.dtype)),
+            shard.piece.rectangle.offsets,
+            shard.piece.rectangle.shape,
+            shard.held.is_complex,
         )
-        for each in shards
+        for shard in shards
     ]
 
 
-def assign_rectangles(every: Sequence[Sequence[WritableRectangle]]) -> list[list[int]]:
+def assign_rectangles(rectangles_by_rank: Sequence[Sequence[WritableRectangle]]) -> list[list[int]]:
     """Return which of its rectangles each worker writes: each is written once, and writers have about equal bytes.
 
     Args:
-        every: by rank, the rectangles that a worker could write.
+        rectangles_by_rank: by rank, the rectangles that a worker could write.
 
     Returns:
         By rank, indices into its rectangles, ascending.
     """
     holders: dict[WritableRectangle, list[tuple[int, int]]] = {}
-    for rank, own in enumerate(every):
-        for index, each in enumerate(own):
-            holders.setdefault(each, []).append((rank, index))
-    loads, chosen = [0] * len(every), [list[int]() for _ in every]
+    for rank, rectangles in enumerate(rectangles_by_rank):
+        for index, rectangle in enumerate(rectangles):
+            holders.setdefault(rectangle, []).append((rank, index))
+    loads, chosen = [0] * len(rectangles_by_rank), [list[int]() for _ in rectangles_by_rank]
     # The largest first, each to the worker with the fewest bytes so far.
-    for each in sorted(holders, key=lambda each: (-each.bytes, each)):
-        rank, index = min(holders[each], key=lambda holder: loads[holder[0]])
-        loads[rank] += each.bytes
+    for rectangle in sorted(holders, key=lambda rectangle: (-rectangle.bytes, rectangle)):
+        rank, index = min(holders[rectangle], key=lambda holder: loads[holder[0]])
+        loads[rank] += rectangle.bytes
         chosen[rank].append(index)
-    return [sorted(own) for own in chosen]
+    return [sorted(indices) for indices in chosen]
 
 
 def find_version() -> str:

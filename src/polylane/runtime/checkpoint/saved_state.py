@@ -45,19 +45,19 @@ class SavedState:
         """Return whether a plan wrote the checkpoint."""
         return self._reader.manifest.plan == dump(plan)
 
-    def refuse_other_weights(self, own: Mapping[str, str]) -> None:
+    def refuse_other_weights(self, weights: Mapping[str, str]) -> None:
         """Refuse a checkpoint that has weights which the model does not have: what it lacks is found by reading.
 
         Args:
-            own: the model's names of its weights and buffers, as ``state_dict`` has them.
+            weights: the model's names of its weights and buffers, as ``state_dict`` has them.
 
         Raises:
             PolylaneError: the checkpoint is of another model.
         """
         manifest = self._reader.manifest
-        for name, held in manifest.weights.items():
-            if name not in own:
-                saved = manifest.tensors[manifest.variants_of(held)[0]]
+        for name, global_name in manifest.weights.items():
+            if name not in weights:
+                saved = manifest.tensors[manifest.variants_of(global_name)[0]]
                 raise PolylaneError(
                     f"checkpoint {self._reader.folder}: has {name} in the shape {list(saved.shape)}, expected no such "
                     "weight: it is of another model"
@@ -83,17 +83,17 @@ class SavedState:
         Raises:
             PolylaneError: the checkpoint does not have it, in another shape or dtype, or is damaged.
         """
-        common, _, own = name.partition("@")
-        every = self._variants(common)
-        if own and self._replicas == len(every):
+        common, _, variant = name.partition("@")
+        variants = self._variants(common)
+        if variant and self._replicas == len(variants):
             self._read(name, region, local)
-        elif common in self._reader.manifest.tensors or not every:
+        elif common in self._reader.manifest.tensors or not variants:
             self._read(common, region, local)
         elif local.is_floating_point() or local.is_complex():
             with torch.no_grad():
-                local.copy_(self._sum(every, region, local) / len(every))
+                local.copy_(self._sum(variants, region, local) / len(variants))
         else:
-            self._read(every[0], region, local)
+            self._read(variants[0], region, local)
 
     def fill_sum(self, name: str, replica: int, region: Region, local: Tensor) -> bool:
         """Fill a worker's part of a tensor of which the sum over replicas counts; return whether it has any.
@@ -104,21 +104,21 @@ class SavedState:
             region: the part of the tensor that this worker holds.
             local: the worker's tensor, which is overwritten.
         """
-        every = self._variants(name)
+        variants = self._variants(name)
         if self._replicas == self._saved_replicas:
-            if f"{name}@{replica}" not in every:
+            if f"{name}@{replica}" not in variants:
                 return False
             self._read(f"{name}@{replica}", region, local)
             return True
-        if not every or replica:
+        if not variants or replica:
             return False
         with torch.no_grad():
-            local.copy_(self._sum(every, region, local))
+            local.copy_(self._sum(variants, region, local))
         return True
 
     def _variants(self, name: str) -> list[str]:
         tensors = self._reader.manifest.tensors
-        return [each for r in range(self._saved_replicas) if (each := f"{name}@{r}") in tensors]
+        return [variant for r in range(self._saved_replicas) if (variant := f"{name}@{r}") in tensors]
 
     def _sum(self, names: list[str], region: Region, local: Tensor) -> Tensor:
         total = torch.zeros_like(local, dtype=torch.complex128 if local.is_complex() else torch.float64)
@@ -130,30 +130,30 @@ class SavedState:
 
     def _read(self, name: str, region: Region, local: Tensor) -> None:
         if not self.has(name):
-            wanted = f"{list(region.shape)} of {local.dtype}"
+            signature = f"{list(region.shape)} of {local.dtype}"
             raise PolylaneError(
-                f"checkpoint {self._reader.folder}: does not have {name}, expected in the shape {wanted}: it is of "
+                f"checkpoint {self._reader.folder}: does not have {name}, expected in the shape {signature}: it is of "
                 "another model or training"
             )
         saved = self._reader.find(name)
         if local.is_complex() and local.is_conj():
             raise PolylaneError(f"{name} is a lazy conjugate, which nothing can be read into: resolve_conj() it first")
-        held = HeldTensor(name, region, local).as_real()
-        if saved.shape != held.region.shape:
+        target = HeldTensor(name, region, local).as_real()
+        if saved.shape != target.region.shape:
             raise PolylaneError(
                 f"checkpoint {self._reader.folder}: has {name} in the shape {list(saved.shape)}, expected "
-                f"{list(held.region.shape)}: it is of another model"
+                f"{list(target.region.shape)}: it is of another model"
             )
-        if saved.is_complex != held.is_complex:
+        if saved.is_complex != target.is_complex:
             kinds = ("real", "complex")
             raise PolylaneError(
                 f"checkpoint {self._reader.folder}: has {name} in {kinds[saved.is_complex]} numbers, expected "
-                f"{kinds[held.is_complex]} ones: it is of another model"
+                f"{kinds[target.is_complex]} ones: it is of another model"
             )
-        on_cpu = held.local if held.local.device.type == "cpu" else torch.empty_like(held.local, device="cpu")
-        in_place = held.region.span is None or on_cpu.is_contiguous()
+        on_cpu = target.local if target.local.device.type == "cpu" else torch.empty_like(target.local, device="cpu")
+        in_place = target.region.span is None or on_cpu.is_contiguous()
         filled = on_cpu if in_place else torch.empty(on_cpu.shape, dtype=on_cpu.dtype)
-        self._reader.fill(name, filled, held.region.pieces)
-        if filled is not held.local:
+        self._reader.fill(name, filled, target.region.pieces)
+        if filled is not target.local:
             with torch.no_grad():
-                held.local.copy_(filled)
+                target.local.copy_(filled)

@@ -58,8 +58,8 @@ class ShardToWrite:
         rectangle = self.piece.rectangle
         if rectangle.shape == self.held.region.shape:
             return self.held.name
-        place = ",".join(f"{o}+{n}" for o, n in zip(rectangle.offsets, rectangle.shape, strict=True))
-        return f"{self.held.name}[{place}]"
+        extent = ",".join(f"{o}+{n}" for o, n in zip(rectangle.offsets, rectangle.shape, strict=True))
+        return f"{self.held.name}[{extent}]"
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class SnapshotWriter:
             self._open(at)
             self._copy(shards, places)
             entries = [
-                (s.key, DTYPE_NAMES[s.held.local.dtype], s.piece.rectangle.shape, *place)
-                for s, place in zip(shards, places, strict=True)
+                (s.key, DTYPE_NAMES[s.held.local.dtype], s.piece.rectangle.shape, *location)
+                for s, location in zip(shards, places, strict=True)
             ]
             self._send({"path": os.path.join(folder, file), "bytes": at, "entries": entries})
         except KeyError as error:
@@ -153,14 +153,14 @@ class SnapshotWriter:
         if not self._size:
             return
         assert self._mapped is not None
-        whole = torch.frombuffer(self._mapped, dtype=torch.uint8)
+        buffer = torch.frombuffer(self._mapped, dtype=torch.uint8)
         with torch.no_grad():
             for shard, (start, size) in zip(shards, places, strict=True):
                 if size:
                     source = view_piece(shard.held.local, shard.piece)
-                    target = whole[start : start + size].view(source.dtype).view(source.shape)
+                    target = buffer[start : start + size].view(source.dtype).view(source.shape)
                     target.copy_(source)
-        del whole
+        del buffer
 
     def start_commit(self, store: CheckpointStore, unfinished: str, manifest: Manifest) -> None:
         """Have the writer make an unfinished folder a checkpoint.
@@ -208,7 +208,7 @@ class SnapshotWriter:
             elif self._is_stopped():
                 raise TimeoutError(errno.ETIMEDOUT, "it was stopped")
 
-    def _read_answer(self, seconds: float | None, what: str) -> dict[str, Any] | None:
+    def _read_answer(self, seconds: float | None, label: str) -> dict[str, Any] | None:
         """Return the writer's answer; None if it takes longer.
 
         Without a bound on the seconds a writer at work is waited for: how long a disk takes nobody knows. One that is
@@ -220,18 +220,18 @@ class SnapshotWriter:
         assert self._process is not None and self._process.stdout is not None
         deadline = None if seconds is None else time.monotonic() + seconds
         while b"\n" not in self._unread:
-            left = LOOK_SECONDS if deadline is None else min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))
-            if select.select([self._process.stdout], [], [], left)[0]:
+            timeout = LOOK_SECONDS if deadline is None else min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))
+            if select.select([self._process.stdout], [], [], timeout)[0]:
                 arrived = os.read(self._process.stdout.fileno(), 1 << 16)
                 self._unread += arrived
                 if not arrived:
                     self.close()
-                    raise PolylaneError(f"{what}: the process that writes it has died")
+                    raise PolylaneError(f"{label}: the process that writes it has died")
             elif self._is_stopped():
                 pid = self._process.pid
                 self.close()
                 raise PolylaneError(
-                    f"{what}: the process that writes it ({pid}) was stopped for {STOPPED_SECONDS:g} s, and was ended"
+                    f"{label}: the process that writes it ({pid}) was stopped for {STOPPED_SECONDS:g} s, and was ended"
                 )
             elif deadline is not None and time.monotonic() >= deadline:
                 return None

@@ -112,7 +112,7 @@ class StateBoard:
         except PolylaneError as refused:
             refusal = str(refused)
         shards, rectangles = cut_shards(state)
-        digest = hashlib.sha256(encode([tuple(each) for each in rectangles])).hexdigest()
+        digest = hashlib.sha256(encode([tuple(rectangle) for rectangle in rectangles])).hexdigest()
         is_known = len(self._digests) > self._rank and self._digests[self._rank] == digest
         sent = self._write(shards) if is_known else None
         reports = self._gather((refusal, digest, state.plain, sent))
@@ -135,14 +135,14 @@ class StateBoard:
 
     def _lay_out(self, rectangles: Sequence[WritableRectangle]) -> None:
         """Agree on who writes which rectangle, and where; a collective."""
-        told = self._gather([tuple(each) for each in rectangles])
-        held = [[WritableRectangle(*each) for each in ranks] for ranks in told]
+        tables = self._gather([tuple(rectangle) for rectangle in rectangles])
+        rectangles_by_rank = [[WritableRectangle(*row) for row in ranks] for ranks in tables]
         error, end, chunks = "", _ALIGN, dict[WritableRectangle, int]()
         self._places = []
-        for rank, chosen in enumerate(assign_rectangles(held)):
+        for rank, chosen in enumerate(assign_rectangles(rectangles_by_rank)):
             self._places.append([])
             for index in chosen:
-                rectangle = held[rank][index]
+                rectangle = rectangles_by_rank[rank][index]
                 chunks[rectangle] = end
                 self._places[-1].append(end)
                 size = math.prod(rectangle.lengths) * ITEM_BYTES[rectangle.dtype]
@@ -151,10 +151,10 @@ class StateBoard:
                 self._mine = list(zip(chosen, self._places[-1], strict=True))
         if self._rank == 0:
             self._tensors = {}
-            for each, start in chunks.items():
-                before = self._tensors.get(each.name)
-                places = (*(() if before is None else before.chunks), (start, each.offsets, each.lengths))
-                self._tensors[each.name] = BoardTensor(each.dtype, each.shape, each.is_complex, places)
+            for chunk, start in chunks.items():
+                old_tensor = self._tensors.get(chunk.name)
+                places = (*(() if old_tensor is None else old_tensor.chunks), (start, chunk.offsets, chunk.lengths))
+                self._tensors[chunk.name] = BoardTensor(chunk.dtype, chunk.shape, chunk.is_complex, places)
             try:
                 if end > os.fstat(self._memory).st_size:
                     os.ftruncate(self._memory, end)
@@ -229,14 +229,14 @@ class BoardReader:
     def read_whole(self, name: str) -> Tensor:
         """Return a copy of a whole tensor."""
         saved = self._tensors[name]
-        dtype, whole = DTYPES[saved.dtype], torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+        dtype, full_tensor = DTYPES[saved.dtype], torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
         everything = Rectangle((0,) * len(saved.shape), saved.shape)
         for start, offsets, lengths in saved.chunks:
             count = math.prod(lengths)
             if count:
                 part = torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=start).view(lengths)
-                whole[Rectangle(offsets, lengths).slices_in(everything)] = part
-        return torch.view_as_complex(whole) if saved.is_complex else whole
+                full_tensor[Rectangle(offsets, lengths).slices_in(everything)] = part
+        return torch.view_as_complex(full_tensor) if saved.is_complex else full_tensor
 
     def fill(self, name: str, region: Region, local: Tensor) -> None:
         """Fill a whole tensor, as :meth:`.SavedState.fill` fills a part.
@@ -246,8 +246,8 @@ class BoardReader:
         """
         if name not in self._tensors:
             raise PolylaneError(f"{name} is in no worker's state, or in parts that make up no whole")
-        whole = self.read_whole(name)
-        if whole.shape != local.shape:
-            raise PolylaneError(f"{name} has the shape {list(whole.shape)}, expected {list(region.shape)}")
+        full_tensor = self.read_whole(name)
+        if full_tensor.shape != local.shape:
+            raise PolylaneError(f"{name} has the shape {list(full_tensor.shape)}, expected {list(region.shape)}")
         with torch.no_grad():
-            local.copy_(whole)
+            local.copy_(full_tensor)

@@ -66,26 +66,26 @@ class WorkerTrainingState:
         Raises:
             PolylaneError: a state of an optimizer or scheduler is of a type that no file has.
         """
-        found, holding = WorkerState(), self._local_model
+        state, holding = WorkerState(), self._local_model
         on_servers = self._sync.server_parameters
-        for held in model_tensors(holding):
-            name = held.name.partition("/")[2]
+        for tensor in model_tensors(holding):
+            name = tensor.name.partition("/")[2]
             if speaks_for(holding, name) and name not in on_servers:
-                found.add(held.name + self._variant_of(name), held.region, held.local)
+                state.add(tensor.name + self._variant_of(name), tensor.region, tensor.local)
         for name, trainer in self._trainers.items():
             if not on_servers:
-                found.extend(self._collect_optimizer(name, trainer))
+                state.extend(self._collect_optimizer(name, trainer))
             if holding.world.rank == 0:
-                found.plain |= collect_options(name, trainer.optimizer, trainer.scheduler)
-        found.extend(self._sync.collect_state(self.replica))
+                state.plain |= collect_options(name, trainer.optimizer, trainer.scheduler)
+        state.extend(self._sync.collect_state(self.replica))
         for name, trainer in self._trainers.items():
-            found.extend(trainer.compressor.collect_state(name, holding, self.replica))
-        found.extend(_collect_random(holding.world))
-        found.plain |= collect_python_state(holding, self.replica)
+            state.extend(trainer.compressor.collect_state(name, holding, self.replica))
+        state.extend(_collect_random(holding.world))
+        state.plain |= collect_python_state(holding, self.replica)
         if holding.world.rank == 0:
-            found.plain |= {"replicas": self.replicas, "weights": state_dict_names(holding)}
-            found.plain["requires_grad"] = self._required.turned_names()
-        return found
+            state.plain |= {"replicas": self.replicas, "weights": state_dict_names(holding)}
+            state.plain["requires_grad"] = self._required.turned_names()
+        return state
 
     def restore(self, saved: SavedState) -> None:
         """Make the state of this worker that of a checkpoint.
@@ -95,9 +95,9 @@ class WorkerTrainingState:
         """
         holding = self._local_model
         saved.refuse_other_weights(state_dict_names(holding))
-        for held in model_tensors(holding):
-            name = held.name.partition("/")[2]
-            saved.fill(held.name + self._variant_of(name), held.region, held.local)
+        for tensor in model_tensors(holding):
+            name = tensor.name.partition("/")[2]
+            saved.fill(tensor.name + self._variant_of(name), tensor.region, tensor.local)
         holding.buffers.mark_restored(holding.stages_of_buffers())
         for name, trainer in self._trainers.items():
             restore_options(name, trainer.optimizer, trainer.scheduler, saved.plain)
@@ -119,12 +119,12 @@ class WorkerTrainingState:
         holding, built = self._local_model, trainer.optimizer
         parts, trained = optimized_parts(holding, trainer.local_parameters), holding.prepared.trained_names(name)
         is_whole = parts.keys() >= set(trained) and all(part.region.is_whole for part in parts.values())
-        mine = {n: part for n, part in parts.items() if speaks_for(holding, n)}
-        found, names = collect_optimizer(name, built, mine, self._variant), self._names_of(trainer)
-        found.extend(collect_attributes(name, built, names, parts, self._speaks, is_whole, self._variant))
+        counted_parts = {n: part for n, part in parts.items() if speaks_for(holding, n)}
+        state, names = collect_optimizer(name, built, counted_parts, self._variant), self._names_of(trainer)
+        state.extend(collect_attributes(name, built, names, parts, self._speaks, is_whole, self._variant))
         if holding.world.rank == 0:
-            found.plain |= collect_counts(name, built)
-        return found
+            state.plain |= collect_counts(name, built)
+        return state
 
     def _names_of(self, trainer: ObjectiveUpdate) -> dict[int, str]:
         """Return the names of all parameters by the ids of the model's own, and of what the optimizer has for them."""
@@ -150,29 +150,29 @@ class WorkerTrainingState:
 
 def _collect_random(world: World) -> WorkerState:
     """Return the states of this process's generators, from which the user's own code may draw."""
-    found, rank = WorkerState(), world.rank
+    state, rank = WorkerState(), world.rank
     torchs, python, *arrays = generator_states()
-    found.add(f"random/torch/{rank}", whole_region(torchs.shape), torchs)
+    state.add(f"random/torch/{rank}", whole_region(torchs.shape), torchs)
     if world.accelerator is not None:
-        own = _device_module(world.accelerator).get_rng_state(world.accelerator)
-        found.add(f"random/{world.accelerator.type}/{rank}", whole_region(own.shape), own)
-    found.plain[f"random/python/{rank}"] = python
-    for kind, keys, *rest in arrays:
-        found.plain[f"random/numpy/{rank}"] = (kind, keys.tolist(), *rest)
-    return found
+        device_state = _device_module(world.accelerator).get_rng_state(world.accelerator)
+        state.add(f"random/{world.accelerator.type}/{rank}", whole_region(device_state.shape), device_state)
+    state.plain[f"random/python/{rank}"] = python
+    for kind, keys, *fields in arrays:
+        state.plain[f"random/numpy/{rank}"] = (kind, keys.tolist(), *fields)
+    return state
 
 
 def _restore_random(world: World, saved: SavedState) -> None:
-    now, rank = torch.get_rng_state(), world.rank
+    cpu_state, rank = torch.get_rng_state(), world.rank
     if saved.has(f"random/torch/{rank}"):
-        saved.fill(f"random/torch/{rank}", whole_region(now.shape), now)
-        torch.set_rng_state(now)
+        saved.fill(f"random/torch/{rank}", whole_region(cpu_state.shape), cpu_state)
+        torch.set_rng_state(cpu_state)
     # A checkpoint of workers on the CPU, or of another kind of accelerator, has no state for this one.
     if world.accelerator is not None and saved.has(name := f"random/{world.accelerator.type}/{rank}"):
         device = _device_module(world.accelerator)
-        own = device.get_rng_state(world.accelerator)
-        saved.fill(name, whole_region(own.shape), own)
-        device.set_rng_state(own, world.accelerator)
+        device_state = device.get_rng_state(world.accelerator)
+        saved.fill(name, whole_region(device_state.shape), device_state)
+        device.set_rng_state(device_state, world.accelerator)
     if (state := saved.plain.get(f"random/python/{rank}")) is not None:
         random.setstate(state)
     numpy = sys.modules.get("numpy")

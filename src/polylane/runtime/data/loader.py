@@ -76,9 +76,9 @@ def load_batches(
             return
         if trials is not None:
             shares = _find_shares(trials, dataset, batches[0], shares, (seed, epoch), collate, resumed)
-        total = epoch * (len(batches) + (before := skip // batch_size)) + before
-        own = _find_own(batches, shares, total if compared else None)
-        yield from _load_mapped(dataset, batches, own, shares, (seed, epoch), collate, workers, before)
+        total = epoch * (len(batches) + (first_batch := skip // batch_size)) + first_batch
+        parts = _find_own(batches, shares, total if compared else None)
+        yield from _load_mapped(dataset, batches, parts, shares, (seed, epoch), collate, workers, first_batch)
     elif isinstance(dataset, Iterable):
         stream = SeededStream(seed, epoch)
         yield from _load_streamed(dataset, batch_size, drop_last, shares, stream, collate, epoch, skip, state)
@@ -93,10 +93,10 @@ def _divide_order(order: list[int], size: int, drop_last: bool, skip: int) -> li
     Raises:
         PolylaneError: as of :func:`batch_sizes`.
     """
-    left = len(order) - skip
-    if skip and (left <= 0 or (drop_last and left < size)):
+    remainder = len(order) - skip
+    if skip and (remainder <= 0 or (drop_last and remainder < size)):
         return []
-    ends = itertools.accumulate(batch_sizes(left, size, drop_last), initial=skip)
+    ends = itertools.accumulate(batch_sizes(remainder, size, drop_last), initial=skip)
     return [order[start:stop] for start, stop in itertools.pairwise(ends)]
 
 
@@ -111,11 +111,11 @@ def is_mapped(dataset: Any) -> bool:
 
 def begin_epoch(dataset: Any, epoch: int) -> None:
     """Call ``set_epoch`` of a dataset, and of what it wraps (``dataset``, ``datasets``, ``sampler``), as loops do."""
-    todo, seen = [dataset], set[int]()
+    todo, seen_ids = [dataset], set[int]()
     while todo:
-        if id(inner := todo.pop()) in seen:
+        if id(inner := todo.pop()) in seen_ids:
             continue
-        seen.add(id(inner))
+        seen_ids.add(id(inner))
         if callable(method := getattr(inner, "set_epoch", None)):
             method(epoch)
         else:  # what has the method hands it on itself
@@ -129,19 +129,19 @@ def share_of_all(samples: int) -> tuple[SampleShare, ...]:
     return (SampleShare(0, 0, samples, 1),)
 
 
-def refuse_data_loader(dataset: Any, what: str) -> None:
+def refuse_data_loader(dataset: Any, label: str) -> None:
     """Refuse a DataLoader where a dataset of samples is needed.
 
     Args:
         dataset: the object that the user passed as a dataset.
-        what: name of the call or argument, which begins the error's sentence.
+        label: name of the call or argument, which begins the error's sentence.
 
     Raises:
         PolylaneError: ``dataset`` is a DataLoader, whose batches would be taken for samples.
     """
     if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
         raise PolylaneError(
-            f"{what}: a DataLoader makes batches already, and a dataset of samples is wanted: give its dataset "
+            f"{label}: a DataLoader makes batches already, and a dataset of samples is wanted: give its dataset "
             "(loader.dataset), and its collate_fn as collate; --batch, or batch_size, says how many samples a batch has"
         )
 
@@ -172,10 +172,10 @@ def batch_sizes(samples: int, size: int, drop_last: bool = False) -> list[int]:
     if samples == 0:
         raise PolylaneError("the dataset has no samples")
     _refuse_endless(samples)
-    full, left = divmod(samples, size)
+    full, remainder = divmod(samples, size)
     if not full and drop_last:
         raise _no_batches_error(samples, size)
-    return [size] * full + ([left] if left and not drop_last else [])
+    return [size] * full + ([remainder] if remainder and not drop_last else [])
 
 
 def count_batch_sizes(dataset: Any, size: int, drop_last: bool = False, skip: int = 0) -> Iterator[int]:
@@ -183,8 +183,8 @@ def count_batch_sizes(dataset: Any, size: int, drop_last: bool = False, skip: in
     if is_mapped(dataset):
         if not skip:
             yield from batch_sizes(len(dataset), size, drop_last)
-        elif (left := len(dataset) - skip) > 0 and not (drop_last and left < size):
-            yield from batch_sizes(left, size, drop_last)
+        elif (remainder := len(dataset) - skip) > 0 and not (drop_last and remainder < size):
+            yield from batch_sizes(remainder, size, drop_last)
         return
     stream = itertools.islice(dataset, skip, None)
     while count := sum(1 for _ in itertools.islice(stream, size)):
@@ -219,16 +219,16 @@ def _find_shares(
     Raises:
         PolylaneError: a training goes on from a checkpoint, with a dataset that keeps state.
     """
-    own = _positions(shares(len(batch)))
-    if not resumed and own == list(range(len(batch))):
+    positions = _positions(shares(len(batch)))
+    if not resumed and positions == list(range(len(batch))):
         return shares
-    reads = trials.find(dataset, SeededDataset(dataset, *draws).__getitems__, batch, own, collate)
+    reads = trials.find(dataset, SeededDataset(dataset, *draws).__getitems__, batch, positions, collate)
     if resumed:
         reads.refuse_to_resume()
     return share_of_all if reads.reason else shares
 
 
-def _find_own(batches: Sequence[list[int]], shares: Shares, first: int | None) -> list[list[int]]:
+def _find_own(batches: Sequence[list[int]], shares: Shares, start: int | None) -> list[list[int]]:
     """Return the indices of each batch whose samples this worker reads.
 
     Batches 1, 2, 4, 8, ... of a training, and the first of an epoch or of a resumed one, are read whole by all workers,
@@ -237,46 +237,46 @@ def _find_own(batches: Sequence[list[int]], shares: Shares, first: int | None) -
     Args:
         batches: the indices of each batch of an epoch.
         shares: maps the size of a batch to the samples that this worker computes on.
-        first: number of the first of these batches among all of the training, from 0; None: nothing is compared.
+        start: number of the first of these batches among all of the training, from 0; None: nothing is compared.
     """
-    whole = [first is not None and (i == 0 or (first + i + 1) & (first + i) == 0) for i in range(len(batches))]
+    flags = [start is not None and (i == 0 or (start + i + 1) & (start + i) == 0) for i in range(len(batches))]
     parts = ([batch[i] for i in _positions(shares(len(batch)))] for batch in batches)
-    return [batch if is_whole else part for batch, part, is_whole in zip(batches, parts, whole, strict=True)]
+    return [batch if is_whole else part for batch, part, is_whole in zip(batches, parts, flags, strict=True)]
 
 
 def _load_mapped(
     dataset: Any,
-    whole: Sequence[list[int]],
-    own: Sequence[list[int]],
+    order: Sequence[list[int]],
+    parts: Sequence[list[int]],
     shares: Shares,
     draws: tuple[int, int],
     collate: Collate | None,
     workers: int,
-    before: int,
+    first_batch: int,
 ) -> Iterator[Batch]:
     # The global order is a function of the seed, so every worker finds its own indices without communication. Only
     # these reach the batch sampler: samples of other workers are never loaded here.
     seeded, collate_own = SeededDataset(dataset, *draws), collate or default_collate
     loader = DataLoader(
         seeded,
-        batch_sampler=own,
+        batch_sampler=parts,
         collate_fn=collate_own,
         num_workers=workers,
         generator=torch.Generator(),  # DataLoader draws a base seed: not from the user's default generator
     )
     batches = iter(loader)
-    for number, batch in enumerate(whole):
-        where = f"batch {before + number + 1} of epoch {draws[1] + 1}"
+    for number, batch in enumerate(order):
+        name = f"batch {first_batch + number + 1} of epoch {draws[1] + 1}"
         try:
             with end_forked_children():
                 local = next(batches)
         except RAISED as error:
             raise explain_batch(
-                where, lambda index: seeded.__getitems__([index])[0], own[number], collate_own, error
+                name, lambda index: seeded.__getitems__([index])[0], parts[number], collate_own, error
             ) from error
-        offsets = None if own[number] == batch else share_offsets(shares(len(batch)))
-        loaded = _make_batch(where, local, len(batch), len(own[number]), offsets, len(whole[-1]), collate is not None)
-        yield replace(loaded, read_order=hash((draws[1], before + number, *batch)) or 1)
+        offsets = None if parts[number] == batch else share_offsets(shares(len(batch)))
+        loaded = _make_batch(name, local, len(batch), len(parts[number]), offsets, len(order[-1]), collate is not None)
+        yield replace(loaded, read_order=hash((draws[1], first_batch + number, *batch)) or 1)
 
 
 def _load_streamed(
@@ -296,9 +296,9 @@ def _load_streamed(
         stream = iter(dataset)
         for _ in itertools.islice(stream, 0 if is_there else skip):
             pass
-    first, read, collate_own = not skip, skip, collate or default_collate
+    is_empty, read, collate_own = not skip, skip, collate or default_collate
     for number in itertools.count(skip // size + 1):
-        where, samples = f"batch {number} of epoch {epoch + 1}", list[Any]()
+        name, samples = f"batch {number} of epoch {epoch + 1}", list[Any]()
         # Only while the dataset runs are its generators installed: the caller's code between batches has its own.
         with generators:
             try:
@@ -307,32 +307,32 @@ def _load_streamed(
             except PolylaneError:
                 raise
             except RAISED as error:
-                raise sample_error(f"{where}: sample {read + len(samples)}", error) from error
+                raise sample_error(f"{name}: sample {read + len(samples)}", error) from error
         # A dataset that is a multiple of the batch size ends with an empty read, not with a shorter batch.
         if not samples or (drop_last and len(samples) < size):
             break
-        first = False
-        own = shares(len(samples))
-        mine = _positions(own)
+        is_empty = False
+        local_shares = shares(len(samples))
+        positions = _positions(local_shares)
         try:
-            local = collate_own([samples[i] for i in mine])
+            local = collate_own([samples[i] for i in positions])
         except PolylaneError:
             raise
         except RAISED as error:
-            raise misfit_error(where, [read + i for i in mine], [samples[i] for i in mine], error) from error
+            raise misfit_error(name, [read + i for i in positions], [samples[i] for i in positions], error) from error
         read += len(samples)
-        offsets = None if mine == list(range(len(samples))) else share_offsets(own)
-        loaded = _make_batch(where, local, len(samples), len(mine), offsets, 0, collate is not None)
+        offsets = None if positions == list(range(len(samples))) else share_offsets(local_shares)
+        loaded = _make_batch(name, local, len(samples), len(positions), offsets, 0, collate is not None)
         # Each worker has read all samples: a few of them are compared, the first and the last among them.
         few = {0, number % len(samples), len(samples) - 1}
         leaves = [leaf for i in sorted(few) for leaf in flatten(samples[i])[0]]
         yield replace(loaded, read_order=hash((epoch, number, len(samples))) or 1, read_samples=leaves)
-    if first:
+    if is_empty:
         raise _no_batches_error(len(samples), size) if samples else PolylaneError("the dataset has no samples")
 
 
 def _make_batch(
-    where: str,
+    name: str,
     local: Any,
     samples: int,
     loaded: int,
@@ -343,7 +343,7 @@ def _make_batch(
     """Wrap what was collated.
 
     Args:
-        where: the batch, in words.
+        name: the batch, in words.
         local: the batch of this worker's samples.
         samples: number of samples of the whole batch.
         loaded: number of samples that this worker has loaded.
@@ -358,7 +358,7 @@ def _make_batch(
         samples = rows
     elif rows != loaded:
         raise PolylaneError(
-            f"{where}: collate(samples) made {format_plural(rows, 'row')} of {format_plural(loaded, 'sample')} in the "
+            f"{name}: collate(samples) made {format_plural(rows, 'row')} of {format_plural(loaded, 'sample')} in the "
             "batch's first tensor, by whose rows a batch is divided: let a tensor with one row for each sample come "
             "first, such as their lengths"
         )

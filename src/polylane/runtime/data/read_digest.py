@@ -73,9 +73,9 @@ def _digest_array(value: NDArray[Any] | np.generic, turn: int) -> int:
     """Return the digest of an array of real numbers, or of anything else that numpy has."""
     array = np.asarray(value)
     # No copy of the array is made, whatever its strides.
-    every = array.reshape(-1) if array.flags.c_contiguous else array.flat
+    elements = array.reshape(-1) if array.flags.c_contiguous else array.flat
     start, count, stride = _places(array.size, turn)
-    words = every[start:count:stride]
+    words = elements[start:count:stride]
     if (bits := _ARRAY_BITS.get(array.dtype)) is None:
         # Dates, texts, records, long floats: some of their bytes mean nothing. What an object shows may be its address.
         return 0 if array.dtype.hasobject else zlib.crc32(repr(words.tolist()).encode())

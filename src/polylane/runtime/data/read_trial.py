@@ -79,7 +79,7 @@ class ReadTrials:
         dataset: Any,
         read: Callable[[Sequence[int]], list[Any]],
         batch: Sequence[int],
-        own: Sequence[int],
+        positions: Sequence[int],
         collate: Any,
     ) -> Reads:
         """Return how a dataset may be read, by a trial on its first batch.
@@ -88,20 +88,20 @@ class ReadTrials:
             dataset: the user's map-style dataset, by which the trial is remembered.
             read: returns the samples of some indices.
             batch: indices of the batch.
-            own: positions in the batch of the samples that this worker would read.
+            positions: positions in the batch of the samples that this worker would read.
             collate: the user's function from samples to a batch; None: torch's.
         """
-        for known, of, found in self._known:
-            if known is dataset and of is collate:
-                return found
+        for known_dataset, of, reads in self._known:
+            if known_dataset is dataset and of is collate:
+                return reads
         if type(dataset) in (list, tuple) and collate is None:
             return Reads()
-        in_part = own, lambda: read([batch[i] for i in own])
-        found = try_reads(lambda: read(batch), in_part, [dataset], collate)
-        self._known = [*self._known[-3:], (dataset, collate, found)]
-        if found.reason and self._tells and len(own) < len(batch):
-            warnings.warn(f"every worker reads whole batches, for {found.reason}", stacklevel=4)
-        return found
+        in_part = positions, lambda: read([batch[i] for i in positions])
+        reads = try_reads(lambda: read(batch), in_part, [dataset], collate)
+        self._known = [*self._known[-3:], (dataset, collate, reads)]
+        if reads.reason and self._tells and len(positions) < len(batch):
+            warnings.warn(f"every worker reads whole batches, for {reads.reason}", stacklevel=4)
+        return reads
 
 
 def try_reads(read: Callable[[], list[Any]], in_part: InPart | None, datasets: Sequence[Any], collate: Any) -> Reads:
@@ -172,29 +172,31 @@ def _run_child(compare: Callable[[], str], report: int) -> None:
 
 def _compare_reads(read: Callable[[], list[Any]], in_part: InPart | None, datasets: Sequence[Any], collate: Any) -> str:
     """Return "alone", or "state" or "batch" with the reason why samples may not be read alone."""
-    whole = read()
-    made = None if collate is None else collate(whole)
-    kept_batch = None if collate is None else _clone(made)
+    samples = read()
+    batch = None if collate is None else collate(samples)
+    kept_batch = None if collate is None else _clone(batch)
     # What changes at the first read only (a file that is opened, a cache) is none of the dataset's state.
-    before = _state_of(datasets, collate)
-    kept = [_clone(sample) for sample in whole]
-    again = read()
-    made_again = None if collate is None else collate(again)
-    after = _state_of(datasets, collate)
-    if changed := [label for key, (label, digest) in before.items() if after.get(key, (label, digest))[1] != digest]:
+    old_state = _state_of(datasets, collate)
+    copies = [_clone(sample) for sample in samples]
+    second_samples = read()
+    made_again = None if collate is None else collate(second_samples)
+    new_state = _state_of(datasets, collate)
+    if changed := [
+        label for key, (label, digest) in old_state.items() if new_state.get(key, (label, digest))[1] != digest
+    ]:
         return f"state reading the dataset changes {changed[0]}"
-    if not _are_alike(kept, again):
+    if not _are_alike(copies, second_samples):
         return "state the dataset gives other samples when they are read again"
     if not _are_alike([kept_batch], [made_again]):
         return "state collate makes another batch of the same samples"
     if in_part is None:
         return "alone"
-    if collate is not None and any(find_difference(whole[0], sample, "") for sample in whole[1:]):
+    if collate is not None and any(find_difference(samples[0], sample, "") for sample in samples[1:]):
         return "batch samples differ in size, and collate makes one batch of all of them"
-    own, part = in_part[0], in_part[1]()
-    if not _are_alike([kept[i] for i in own], part):
+    positions, part = in_part[0], in_part[1]()
+    if not _are_alike([copies[i] for i in positions], part):
         return "batch the dataset gives other samples where fewer are read with them"
-    if collate is not None and not _are_rows(made, collate(part), own, len(whole)):
+    if collate is not None and not _are_rows(batch, collate(part), positions, len(samples)):
         return "batch collate gives samples otherwise where fewer are collated with them"
     return "alone"
 
@@ -244,24 +246,24 @@ def _copy_array(leaf: Any) -> Any:
     return leaf.copy() if type(leaf).__name__ == "ndarray" else leaf
 
 
-def _are_alike(samples: Sequence[Any], others: Sequence[Any]) -> bool:
-    flats = [[leaf for sample in each for leaf in flatten(sample)[0]] for each in (samples, others)]
+def _are_alike(samples: Sequence[Any], other_samples: Sequence[Any]) -> bool:
+    flats = [[leaf for sample in group for leaf in flatten(sample)[0]] for group in (samples, other_samples)]
     return len(flats[0]) == len(flats[1]) and all(map(_is_equal, *flats))
 
 
-def _are_rows(whole: Any, part: Any, own: Sequence[int], samples: int) -> bool:
+def _are_rows(batch: Any, part: Any, positions: Sequence[int], samples: int) -> bool:
     """Return whether a batch of some samples has their rows of the batch of all of them, and nothing else."""
-    flats = flatten(whole)[0], flatten(part)[0]
+    flats = flatten(batch)[0], flatten(part)[0]
     return len(flats[0]) == len(flats[1]) and all(
-        isinstance(one, Tensor) and one.shape[:1] == (samples,) and _is_equal(one[list(own)], other)
-        for one, other in zip(*flats, strict=True)
+        isinstance(leaf, Tensor) and leaf.shape[:1] == (samples,) and _is_equal(leaf[list(positions)], part_leaf)
+        for leaf, part_leaf in zip(*flats, strict=True)
     )
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        alike = one.dtype == other.dtype and one.shape == other.shape
-        return alike and bool(torch.equal(one, other) or torch.allclose(one, other, 0.0, 0.0, equal_nan=True))
-    if type(one).__name__ == "ndarray":
-        return type(one) is type(other) and one.dtype == other.dtype and one.tobytes() == other.tobytes()
-    return one is other or (type(one) is type(other) and bool(one == other or (one != one and other != other)))
+def _is_equal(leaf: Any, twin: Any) -> bool:
+    if isinstance(leaf, Tensor) and isinstance(twin, Tensor):
+        is_alike = leaf.dtype == twin.dtype and leaf.shape == twin.shape
+        return is_alike and bool(torch.equal(leaf, twin) or torch.allclose(leaf, twin, 0.0, 0.0, equal_nan=True))
+    if type(leaf).__name__ == "ndarray":
+        return type(leaf) is type(twin) and leaf.dtype == twin.dtype and leaf.tobytes() == twin.tobytes()
+    return leaf is twin or (type(leaf) is type(twin) and bool(leaf == twin or (leaf != leaf and twin != twin)))

@@ -15,7 +15,7 @@ RAISED = (Exception, SystemExit)  # what a user's dataset may raise; an interrup
 
 
 def explain_batch(
-    where: str,
+    label: str,
     load: Callable[[int], Any],
     indices: Sequence[int],
     collate: Callable[[list[Any]], Any],
@@ -24,7 +24,7 @@ def explain_batch(
     """Return the error to raise for a batch that could not be loaded: its samples are loaded again, one by one.
 
     Args:
-        where: which batch it was, as the begin of a sentence.
+        label: which batch it was, as the begin of a sentence.
         load: returns one sample of the dataset.
         indices: indices of the samples of the batch.
         collate: function from samples to a batch.
@@ -36,17 +36,17 @@ def explain_batch(
     for index in indices:
         try:
             samples.append(load(index))
-        except PolylaneError as own:
-            return own
-        except RAISED as own:
-            return sample_error(f"{where}: sample {index}", own)
+        except PolylaneError as failure:
+            return failure
+        except RAISED as failure:
+            return sample_error(f"{label}: sample {index}", failure)
     try:
         collate(samples)
-    except PolylaneError as own:
-        return own
-    except RAISED as own:
-        return misfit_error(where, indices, samples, own)
-    return PolylaneError(f"{where} cannot be loaded: {_describe(error)}")  # not a second time
+    except PolylaneError as failure:
+        return failure
+    except RAISED as failure:
+        return misfit_error(label, indices, samples, failure)
+    return PolylaneError(f"{label} cannot be loaded: {_describe(error)}")  # not a second time
 
 
 def sample_error(sample: str, error: BaseException) -> PolylaneError:
@@ -59,11 +59,11 @@ def sample_error(sample: str, error: BaseException) -> PolylaneError:
     return PolylaneError(f"{sample} of the dataset raised {_describe(error)}")
 
 
-def misfit_error(where: str, indices: Sequence[int], samples: Sequence[Any], error: BaseException) -> PolylaneError:
+def misfit_error(label: str, indices: Sequence[int], samples: Sequence[Any], error: BaseException) -> PolylaneError:
     """Return the error of samples that do not make a batch: the first that differs from the one at the batch's begin.
 
     Args:
-        where: which batch it was, as the begin of a sentence.
+        label: which batch it was, as the begin of a sentence.
         indices: indices of the samples in the dataset.
         samples: what the dataset gave for these indices.
         error: what collating them raised.
@@ -71,35 +71,35 @@ def misfit_error(where: str, indices: Sequence[int], samples: Sequence[Any], err
     for index, sample in zip(indices[1:], samples[1:], strict=True):
         difference = find_difference(samples[0], sample, "")
         if difference is not None:
-            place, first, other = difference
+            path, form, other_form = difference
             return PolylaneError(
-                f"{where}: its samples do not make a batch: {place or 'all of it'} of sample {indices[0]} is {first}, "
-                f"and of sample {index} {other}; give samples of one form, or a collate(samples) that pads them"
+                f"{label}: its samples do not make a batch: {path or 'all of it'} of sample {indices[0]} is {form}, "
+                f"and of sample {index} {other_form}; give samples of one form, or a collate(samples) that pads them"
             )
-    return PolylaneError(f"{where}: its samples do not make a batch: {_describe(error)}")
+    return PolylaneError(f"{label}: its samples do not make a batch: {_describe(error)}")
 
 
 def _describe(error: BaseException) -> str:
     """Return an exception on one line, with the deepest line of the user's own code."""
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    where = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
-    return f"{describe_error(error)}{where}"
+    location = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
+    return f"{describe_error(error)}{location}"
 
 
-def find_difference(one: Any, other: Any, place: str) -> tuple[str, str, str] | None:
+def find_difference(value: Any, twin: Any, path: str) -> tuple[str, str, str] | None:
     """Return where two samples differ in form, and how each is there; None if they do not."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        for key in [*one, *(key for key in other if key not in one)]:
-            if key not in one or key not in other:
-                first, second = ("there" if key in each else "not there" for each in (one, other))
-                return f"{place}[{key!r}]", first, second
-        pairs: list[tuple[str, Any, Any]] = [(f"{place}[{key!r}]", one[key], other[key]) for key in one]
-    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
-        pairs = [(f"{place}[{i}]", *both) for i, both in enumerate(zip(one, other, strict=True))]
+    if isinstance(value, Mapping) and isinstance(twin, Mapping):
+        for key in [*value, *(key for key in twin if key not in value)]:
+            if key not in value or key not in twin:
+                first, second = ("there" if key in side else "not there" for side in (value, twin))
+                return f"{path}[{key!r}]", first, second
+        pairs: list[tuple[str, Any, Any]] = [(f"{path}[{key!r}]", value[key], twin[key]) for key in value]
+    elif isinstance(value, list | tuple) and isinstance(twin, list | tuple) and len(value) == len(twin):
+        pairs = [(f"{path}[{i}]", *pair) for i, pair in enumerate(zip(value, twin, strict=True))]
     else:
-        first, second = _form(one), _form(other)
-        return None if first == second else (place, first, second)
-    return next((found for name, a, b in pairs if (found := find_difference(a, b, name)) is not None), None)
+        first, second = _form(value), _form(twin)
+        return None if first == second else (path, first, second)
+    return next((difference for name, a, b in pairs if (difference := find_difference(a, b, name)) is not None), None)
 
 
 def _form(value: Any) -> str:

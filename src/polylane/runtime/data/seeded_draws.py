@@ -36,18 +36,18 @@ class SeededDataset(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several samples; the generators are left as they were."""
-        before = generator_states()
+        states = generator_states()
         try:
             if not self._draws:
                 # Unseeded and in one call, which may be batched: right as long as no generator moves.
                 samples = self._load_samples(indices)
-                if states_equal(before, generator_states()):
+                if states_equal(states, generator_states()):
                     return samples
                 self._draws = True
             return [self._load_seeded(index) for index in indices]
         finally:
             if self._draws:
-                restore_generators(before)
+                restore_generators(states)
 
     def _load_samples(self, indices: Sequence[int]) -> list[Any]:
         if hasattr(self._dataset, "__getitems__"):
@@ -74,10 +74,10 @@ class SeededStream:
     """
 
     def __init__(self, *key: int) -> None:
-        before = generator_states()
+        states = generator_states()
         seed_generators(*key)
         self.states = generator_states()
-        restore_generators(before)
+        restore_generators(states)
 
     def __enter__(self) -> None:
         self._before = generator_states()

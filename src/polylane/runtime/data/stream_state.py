@@ -36,11 +36,11 @@ class StreamState:
         """Return what follows other batches: those of test data are read amid those that are trained on."""
         return StreamState(self._loaded)
 
-    def add_to(self, found: WorkerState, rank: int) -> WorkerState:
+    def add_to(self, worker_state: WorkerState, rank: int) -> WorkerState:
         """Add the state to what a worker saves: every worker reads all of a stream, and rank 0 speaks for them."""
         if rank == 0 and (state := self._collect()) is not None:
-            found.plain["stream"] = state
-        return found
+            worker_state.plain["stream"] = state
+        return worker_state
 
     def _collect(self) -> Any:
         """Return the state behind the latest batch as plain values; None where the dataset does not say it.
@@ -55,8 +55,8 @@ class StreamState:
         dataset, generators, epoch = self._reads
         with generators:
             state = to_plain(dataset.state_dict(), f"{type(dataset).__name__}.state_dict()")
-        torchs, *others = generators.states
-        return {"epoch": epoch, "dataset": state, "torch": bytes(torchs.numpy()), "others": _to_lists(others)}
+        torchs, *other_states = generators.states
+        return {"epoch": epoch, "dataset": state, "torch": bytes(torchs.numpy()), "others": _to_lists(other_states)}
 
     def open(self, dataset: Any, generators: SeededStream, epoch: int, skip: int) -> bool:
         """Follow a stream from now on; return whether it was put where it was, so that nothing is passed over.
@@ -78,12 +78,12 @@ class StreamState:
 
 def _to_lists(states: list[Any]) -> list[Any]:
     python, *numpy = states
-    return [python, *((kind, keys.tolist(), *rest) for kind, keys, *rest in numpy)]
+    return [python, *((kind, keys.tolist(), *fields) for kind, keys, *fields in numpy)]
 
 
-def _from_lists(torchs: bytes, others: list[Any]) -> States:
-    python, *arrays = others
-    first = torch.frombuffer(bytearray(torchs), dtype=torch.uint8)
+def _from_lists(torchs: bytes, other_states: list[Any]) -> States:
+    python, *arrays = other_states
+    torch_state = torch.frombuffer(bytearray(torchs), dtype=torch.uint8)
     if not arrays:
-        return first, python
-    return first, python, numpy_state(arrays[0])
+        return torch_state, python
+    return torch_state, python, numpy_state(arrays[0])

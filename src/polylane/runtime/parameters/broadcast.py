@@ -50,9 +50,9 @@ def broadcast_weights(
     """
     # Hashes first: workers that built the model from one seed hold equal weights, and then no tensor is sent.
     ranks = range(transport.size)
-    own = {name: digest_tensor(tensor) for name, tensor in tensors.items()}
-    every = transport.all_gather_object(own)
-    different = [name for name in every[0] if any(other.get(name) != every[0][name] for other in every)]
+    digests = {name: digest_tensor(tensor) for name, tensor in tensors.items()}
+    tables = transport.all_gather_object(digests)
+    different = [name for name in tables[0] if any(table.get(name) != tables[0][name] for table in tables)]
     for name in different:
         value = broadcast_from_owner(tensors[name].to(device), transport.rank == 0, transport, ranks)
         with torch.no_grad():
@@ -62,8 +62,8 @@ def broadcast_weights(
 
 def broadcast_from_owner(tensor: Tensor, owner: bool, transport: Transport, ranks: Collection[int]) -> Tensor:
     """Return the owner's tensor on every rank, by a sum to which the others add zeros; for tensors of any dtype."""
-    own = tensor.detach().clone()
-    return next(sum_over_ranks([own if owner else torch.zeros_like(own)], transport, ranks))
+    value = tensor.detach().clone()
+    return next(sum_over_ranks([value if owner else torch.zeros_like(value)], transport, ranks))
 
 
 def require_finite(state: Mapping[str, Tensor], trained: Collection[str], path: Path) -> None:
@@ -98,11 +98,11 @@ def save_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
     for name in parted:
         pairs = torch.view_as_real(state.pop(name))
         parts = {
-            f"{name}.{part}": each.contiguous() for part, each in zip(("real", "imag"), pairs.unbind(-1), strict=True)
+            f"{name}.{part}": half.contiguous() for part, half in zip(("real", "imag"), pairs.unbind(-1), strict=True)
         }
-        if known := parts.keys() & state.keys():
+        if clashes := parts.keys() & state.keys():
             raise PolylaneError(
-                f"the weights cannot be written to {path}: {name} is complex, and would be written as {min(known)}, "
+                f"the weights cannot be written to {path}: {name} is complex, and would be written as {min(clashes)}, "
                 "which is the name of another weight: rename one of them"
             )
         state |= parts
@@ -200,13 +200,13 @@ def _write_safetensors(state: Mapping[str, Tensor], file: BinaryIO) -> None:
 
 
 def _describe_parts(dtypes: Mapping[str, torch.dtype], path: Path) -> str:
-    first, others = next(iter(dtypes)), len(dtypes) - 1
-    also = f" and {format_plural(others, 'other')} are" if others else " is"
+    name, other_count = next(iter(dtypes)), len(dtypes) - 1
+    also = f" and {format_plural(other_count, 'other')} are" if other_count else " is"
     return (
-        f"{first}{also} {' or '.join(sorted(map(str, set(dtypes.values()))))}, which safetensors files do not have: "
-        f"{path} keeps every bit of the two parts, as {first}.real and {first}.imag; before load_state_dict, make it "
+        f"{name}{also} {' or '.join(sorted(map(str, set(dtypes.values()))))}, which safetensors files do not have: "
+        f"{path} keeps every bit of the two parts, as {name}.real and {name}.imag; before load_state_dict, make it "
         f"whole again: "
-        f"state[{first!r}] = torch.complex(state.pop({f'{first}.real'!r}), state.pop({f'{first}.imag'!r}))"
+        f"state[{name!r}] = torch.complex(state.pop({f'{name}.real'!r}), state.pop({f'{name}.imag'!r}))"
     )
 
 

@@ -38,7 +38,7 @@ class FullTensors:
         """
         holding = self._local_model
         # One stage of one replica contributes each tensor: the sum over all workers then counts it once.
-        stages = {name: min(own) for name, own in holding.owning_stages.items()}
+        stages = {name: min(owners) for name, owners in holding.owning_stages.items()}
         tied = self._tied()
         users = holding.stages_of_buffers()
         stages |= {name: holding.buffers.owning_stage(name, among) for name, among in users.items()}
@@ -59,7 +59,7 @@ class FullTensors:
     def _tied(self) -> dict[str, str]:
         """Return second and later names of tensors, each with the first one."""
         partitions = self._local_model.prepared.partitions.values()
-        return {name: own for partition in partitions for name, own in partition.graph.tied.items()}
+        return {name: first_name for partition in partitions for name, first_name in partition.graph.tied.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Write full weights and buffers, by the model's own names, into what this worker holds of them; no collective.
@@ -75,22 +75,22 @@ class FullTensors:
             )
         names = [tied.get(name, name) for name in self._tensors.list_state(False)]
         optional = self._tensors.list_state(True).keys() - names
-        every = {**self._tensors.parameters(), **self._tensors.buffers()}
-        shapes = {name: tuple(holding.shard_spec.shapes.get(name, every[name].shape)) for name in (*names, *optional)}
-        given = {tied.get(name, name): value for name, value in state.items()}
-        for name in dict.fromkeys((*given, *names)):
-            if name not in given or name not in shapes:
+        tensors = {**self._tensors.parameters(), **self._tensors.buffers()}
+        shapes = {name: tuple(holding.shard_spec.shapes.get(name, tensors[name].shape)) for name in (*names, *optional)}
+        values = {tied.get(name, name): value for name, value in state.items()}
+        for name in dict.fromkeys((*values, *names)):
+            if name not in values or name not in shapes:
                 lacks = "the model has no" if name not in shapes else "the state lacks"
                 raise PolylaneError(f"load_state_dict: {lacks} {name}: give all that job.state_dict() returns")
-            if tuple(given[name].shape) != shapes[name]:
-                sizes = f"{list(shapes[name])}, and the state has {list(given[name].shape)}"
+            if tuple(values[name].shape) != shapes[name]:
+                sizes = f"{list(shapes[name])}, and the state has {list(values[name].shape)}"
                 raise PolylaneError(f"load_state_dict: {name} has shape {sizes}")
         local = holding.local_tensors()
         with torch.no_grad():
-            for name, value in given.items():
+            for name, value in values.items():
                 part = holding.local_part(name, value)
                 # Of other stages' weights too: what this process has of them is whole until the next step.
-                tensor = local.get(name, None if holding.is_part(name) else every[name])
+                tensor = local.get(name, None if holding.is_part(name) else tensors[name])
                 if part is not None and tensor is not None:
                     tensor.copy_((part if name in local else value).view(tensor.shape))
 
@@ -102,20 +102,20 @@ class FullTensors:
             A dict that has all of them in the end if one of them was written inside; else nothing.
         """
         parameters, written = self._tensors.parameters(), dict[str, Tensor]()
-        every = {**parameters, **self._tensors.buffers()}
-        own = {name: every[name].data if name in parameters else every[name] for name in state if name in every}
-        gradients = {name: parameters[name].grad for name in own if name in parameters}
+        tensors = {**parameters, **self._tensors.buffers()}
+        parts = {name: tensors[name].data if name in parameters else tensors[name] for name in state if name in tensors}
+        gradients = {name: parameters[name].grad for name in parts if name in parameters}
         for name in gradients:
             parameters[name].grad = None  # that of a part does not fit the full shape
         device = self._local_model.world.device
-        self._tensors.replace_values({name: state[name].to(device, copy=True) for name in own})
+        self._tensors.replace_values({name: state[name].to(device, copy=True) for name in parts})
         try:
             yield written
-            now = {**self._tensors.parameters(), **self._tensors.buffers()}
-            if any(not torch.equal(now[name], state[name].to(device)) for name in own):
-                written.update({name: now[name].detach().clone() for name in own})
+            new_tensors = {**self._tensors.parameters(), **self._tensors.buffers()}
+            if any(not torch.equal(new_tensors[name], state[name].to(device)) for name in parts):
+                written.update({name: new_tensors[name].detach().clone() for name in parts})
         finally:
-            self._tensors.replace_values(own)
+            self._tensors.replace_values(parts)
             for name, gradient in gradients.items():
                 parameters[name].grad = gradient
 
@@ -141,28 +141,28 @@ class FullTensors:
             names: canonical names of parameters, the same on every worker.
         """
         holding, shards = self._local_model, self._local_model.shards
-        names, parameters, own = list(names), self._tensors.parameters(), dict[str, Tensor]()
+        names, parameters, parts = list(names), self._tensors.parameters(), dict[str, Tensor]()
         for name in names:
             # Of the workers that hold the same shard of a gradient, exactly one contributes it to the sum.
             counts = shards.is_counted if name in shards.buffer_of else self._replica == 0
             gradient = shards.local_gradient(name, parameters[name]) if counts else None
             if gradient is not None and holding.stage == min(holding.owning_stages[name]):
-                own[name] = densify(gradient.detach())
+                parts[name] = densify(gradient.detach())
         if holding.transport.size == 1:
-            return {name: own[name].to("cpu", copy=True) if name in own else None for name in names}
+            return {name: parts[name].to("cpu", copy=True) if name in parts else None for name in names}
         # Only the union of names is summed: a gradient that is missing everywhere is None, not zeros.
-        found = set().union(*holding.transport.all_gather_object(list(own)))
-        full = self._sum_parts((name, own.get(name)) for name in names if name in found)
+        found_names = set().union(*holding.transport.all_gather_object(list(parts)))
+        full = self._sum_parts((name, parts.get(name)) for name in names if name in found_names)
         return {name: full.get(name) for name in names}
 
     def _sum_parts(self, parts: Iterable[tuple[str, Tensor | None]]) -> dict[str, Tensor]:
         """Return full tensors by name, on the CPU: sums of all workers' parts; None for a part adds nothing."""
         transport, device = self._local_model.transport, self._local_model.world.device
-        every, pairs = {**self._tensors.parameters(), **self._tensors.buffers()}, list(parts)
+        tensors, pairs = {**self._tensors.parameters(), **self._tensors.buffers()}, list(parts)
 
         def summands() -> Iterator[Tensor]:
             for name, part in pairs:
-                like = torch.empty(0, dtype=every[name].dtype, device=device)
+                like = torch.empty(0, dtype=tensors[name].dtype, device=device)
                 yield self._shard_spec.full_summand(name, None if part is None else part.to(device), like)
 
         sums = weights.sum_over_ranks(summands(), transport, range(transport.size))
@@ -185,20 +185,20 @@ class FullTensors:
     @contextmanager
     def _full_values(self) -> Iterator[None]:
         parameters, local_names = self._tensors.parameters(), self._local_model.local_names()
-        own, wholes = dict[str, Tensor](), dict[str, Tensor]()
+        shards, wholes = dict[str, Tensor](), dict[str, Tensor]()
         for name, tensor in {**parameters, **self._tensors.buffers()}.items():
             if name in local_names and self._shard_spec.is_sharded(name):
-                own[name] = tensor.data if name in parameters else tensor
-                padded = self._shard_spec.pad_to_full(name, own[name])
+                shards[name] = tensor.data if name in parameters else tensor
+                padded = self._shard_spec.pad_to_full(name, shards[name])
                 wholes[name] = self._local_model.transport.all_reduce(padded, self._mesh).wait()
         # A shard's gradient does not fit the full shape: set it aside while the full value is installed.
-        gradients = {name: parameters[name].grad for name in own if name in parameters}
+        gradients = {name: parameters[name].grad for name in shards if name in parameters}
         for name in gradients:
             parameters[name].grad = None
         self._tensors.replace_values(wholes)
         try:
             yield
         finally:
-            self._tensors.replace_values(own)
+            self._tensors.replace_values(shards)
             for name, gradient in gradients.items():
                 parameters[name].grad = gradient

@@ -30,7 +30,9 @@ def plan_shard_units(prepared: CompiledTraining, programs: Mapping[str, Sequence
     plan = prepared.plan
     if plan.sync.shard == "none":
         return WHOLE
-    infos = {name: info for each in prepared.partitions.values() for name, info in each.graph.parameters.items()}
+    infos = {
+        name: info for partition in prepared.partitions.values() for name, info in partition.graph.parameters.items()
+    }
     return build_all_units(plan, programs, infos, prepared.unshardable)
 
 
@@ -96,16 +98,16 @@ class LocalModel:
         self.tensors.move_to_device(self.local_names())
         if not (same_weights or self.was_on_meta) and world.size > 1:
             # Tensors of other stages too: the user's own code may read any of them between steps.
-            every = {**self.tensors.parameters(), **self.tensors.buffers()}
-            weights.broadcast_weights(every, self.transport, world.device)
+            tensors = {**self.tensors.parameters(), **self.tensors.buffers()}
+            weights.broadcast_weights(tensors, self.transport, world.device)
 
     def stages_of_buffers(self) -> dict[str, frozenset[int]]:
         """Return the stages that use each buffer, in any graph so far; several on the same workers are the first."""
-        first, found = self.prepared.plan.first_chunk, dict[str, frozenset[int]]()
+        first_chunk, users = self.prepared.plan.first_chunk, dict[str, frozenset[int]]()
         for partition in self.prepared.partitions.values():
             for name, stages in stages_of_buffers(partition).items():
-                found[name] = found.get(name, frozenset()).union(map(first, stages))
-        return found
+                users[name] = users.get(name, frozenset()).union(map(first_chunk, stages))
+        return users
 
     def local_names(self) -> set[str]:
         """Return names of the parameters and buffers that this worker keeps up to date."""
@@ -120,27 +122,27 @@ class LocalModel:
         model = self.prepared.model
         if not is_on_meta(model):
             return False
-        held, parts = self.local_names(), self._shard_ranges()
+        local_names, parts = self.local_names(), self._shard_ranges()
         changed = {*self.owning_stages, *(n for p in self.prepared.partitions.values() for n in p.graph.buffers)}
 
-        def keep(name: str, whole: Tensor) -> Tensor | None:
-            if name in changed and name not in held:
+        def keep(name: str, full_tensor: Tensor) -> Tensor | None:
+            if name in changed and name not in local_names:
                 return None  # trained by another stage alone
             # The ZeRO shard is cut at once: the full parameter is freed before the next module is initialized.
-            own = self.shard_spec.local_shard(name, whole)
+            shard = self.shard_spec.local_shard(name, full_tensor)
             if name not in parts:
-                return own
-            self._materialized_parts[name] = own.reshape(-1)[slice(*parts[name])].clone()
-            return empty_storage(own, own.shape)
+                return shard
+            self._materialized_parts[name] = shard.reshape(-1)[slice(*parts[name])].clone()
+            return empty_storage(shard, shard.shape)
 
         materialize(model, self.prepared.init, seed, self.world.device, keep)
         return True
 
     def _shard_ranges(self) -> dict[str, tuple[int, int]]:
         """Return (begin, end) of this worker's elements of each parameter that is sharded between uses (ZeRO-3)."""
-        plan, rank, found = self.prepared.plan, self.world.rank, dict[str, tuple[int, int]]()
+        plan, rank, ranges = self.prepared.plan, self.world.rank, dict[str, tuple[int, int]]()
         if plan.sync.shard != "parameters":
-            return found
+            return ranges
         group = shard_group(plan, rank)
         # Units are cut after tensor parallelism: their elements are those of the local shards.
         shapes = {name: torch.empty(shape, device="meta") for name, shape in self.shard_spec.shapes.items()}
@@ -148,8 +150,8 @@ class LocalModel:
         for unit in self.shard_units.units[rank] if len(group) > 1 else ():
             elements = [shapes[name].numel() for name in unit.parameters]
             for name in unit.parameters:
-                found[name] = unit.part_range(name, elements, len(group), group.index(rank))
-        return found
+                ranges[name] = unit.part_range(name, elements, len(group), group.index(rank))
+        return ranges
 
     def shard_parameters(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Replace full parameters by this worker's shards, in the model and in optimizers with their states."""
@@ -170,26 +172,26 @@ class LocalModel:
         for unit in self.shard_units.units[rank]:
             # A model from the meta device was cut while it was initialized: its full values do not exist here.
             materialized = self._materialized_parts
-            kept = {name: materialized.pop(name) for name in unit.parameters} if materialized else None
-            flats.append(flat_buffer_of(unit, group, rank, parameters, hidden, kept))
+            kept_parts = {name: materialized.pop(name) for name in unit.parameters} if materialized else None
+            flats.append(flat_buffer_of(unit, group, rank, parameters, hidden, kept_parts))
         # In sums over all workers each shard counts once: where its group has a worker of replica 0.
-        counts = any(plan.stage_and_replica(each)[1] == 0 for each in group)
+        counts = any(plan.stage_and_replica(member)[1] == 0 for member in group)
         return Shards(flats, hidden, counts, self.transport, self._gather_transport)
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Return the parameters and buffers, or shards, that this worker keeps up to date, by the model's names."""
         names = self.local_names()
-        every = {**self.tensors.parameters(), **self.tensors.buffers()}
-        own = {name: self.shards.local_tensor(name, tensor) for name, tensor in every.items() if name in names}
-        return {name: tensor for name, tensor in own.items() if tensor is not None}
+        tensors = {**self.tensors.parameters(), **self.tensors.buffers()}
+        parts = {name: self.shards.local_tensor(name, tensor) for name, tensor in tensors.items() if name in names}
+        return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
     def is_part(self, name: str) -> bool:
         """Return whether this worker holds only a part of a parameter or buffer, or none, between steps."""
         return self.shard_spec.is_sharded(name) or (self.shards.keeps_only_shards and name in self.shards.buffer_of)
 
-    def local_part(self, name: str, whole: Tensor) -> Tensor | None:
+    def local_part(self, name: str, full_tensor: Tensor) -> Tensor | None:
         """Return what :meth:`local_tensors` has of a whole parameter or buffer; None for nothing of it."""
-        part = self.shard_spec.local_shard(name, whole)
+        part = self.shard_spec.local_shard(name, full_tensor)
         return self.shards.local_part(name, part) if self.shards.keeps_only_shards else part
 
     def shard_label(self, name: str) -> str:

@@ -52,7 +52,7 @@ def materialize(
         PolylaneError: ``init`` left a tensor without a value.
     """
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    made: dict[int, nn.Parameter] = {}
+    weights: dict[int, nn.Parameter] = {}
     unkept: dict[int, nn.Parameter] = {}  # id of the materialized parameter -> the meta parameter to put back
     originals = dict(model.named_parameters())
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -60,28 +60,28 @@ def materialize(
         # Children first, as Module.apply does; shared modules once for each place, as it does too.
         places = list(_children_first(model, ""))
         # A tied weight, or one of a shared module, stays full until the last module that owns it has been initialized.
-        last = {id(t): i for i, (_, m) in enumerate(places) for t in _own_tensors(m) if t.is_meta}
+        last_place = {id(t): i for i, (_, m) in enumerate(places) for t in _own_tensors(m) if t.is_meta}
         waiting: dict[int, list[tuple[str, nn.Module, Tensor]]] = {}
-        for place, (path, module) in enumerate(places):
-            for name, tensor, before in _allocate_tensors(module, device, names, made):
-                waiting.setdefault(last[before], []).append((name, module, tensor))
+        for index, (path, module) in enumerate(places):
+            for name, tensor, meta_id in _allocate_tensors(module, device, names, weights):
+                waiting.setdefault(last_place[meta_id], []).append((name, module, tensor))
             with torch.no_grad():
                 (init or reset_parameters)(module)
-            for name, owner, tensor in waiting.pop(place, []):
+            for name, owner, tensor in waiting.pop(index, []):
                 # _allocate_unwritten filled it with NaN: any that is left was not written by init.
                 if tensor.is_floating_point() and bool(tensor.isnan().any()):
                     raise PolylaneError(
                         f"{name} has no value: the model is on the meta device, and init({path or 'the model itself'}) "
                         "does not write it; give an init(module) that fills all tensors that a module itself owns"
                     )
-                kept = keep(name, tensor.data)
-                if isinstance(tensor, nn.Parameter) and kept is not None:
-                    tensor.data = kept
+                shard = keep(name, tensor.data)
+                if isinstance(tensor, nn.Parameter) and shard is not None:
+                    tensor.data = shard
                 elif isinstance(tensor, nn.Parameter):
                     unkept[id(tensor)] = originals[name]
                     tensor.data = tensor.data.new_empty(0)  # frees the memory: nothing reads it any more
                 else:
-                    owner._buffers[name.rpartition(".")[2]] = tensor.to("meta") if kept is None else kept
+                    owner._buffers[name.rpartition(".")[2]] = tensor.to("meta") if shard is None else shard
         # At the end only: until then other modules that share a parameter find it by its materialized object.
         for module in model.modules():
             for key, parameter in module._parameters.items():
@@ -99,21 +99,21 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _allocate_tensors(
-    module: nn.Module, device: torch.device, names: Mapping[int, str], made: dict[int, nn.Parameter]
+    module: nn.Module, device: torch.device, names: Mapping[int, str], weights: dict[int, nn.Parameter]
 ) -> list[tuple[str, Tensor, int]]:
     """Allocate a module's own meta tensors; return (name in the model, new tensor, id of the meta tensor) of each."""
-    own: list[tuple[str, Tensor, int]] = []
+    entries: list[tuple[str, Tensor, int]] = []
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
-            if id(parameter) not in made:  # tied ones are made once
-                made[id(parameter)] = nn.Parameter(_allocate_unwritten(parameter, device), parameter.requires_grad)
-                own.append((names[id(parameter)], made[id(parameter)], id(parameter)))
-            module._parameters[key] = made[id(parameter)]
+            if id(parameter) not in weights:  # tied ones are made once
+                weights[id(parameter)] = nn.Parameter(_allocate_unwritten(parameter, device), parameter.requires_grad)
+                entries.append((names[id(parameter)], weights[id(parameter)], id(parameter)))
+            module._parameters[key] = weights[id(parameter)]
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = _allocate_unwritten(buffer, device)
-            own.append((names[id(buffer)], module._buffers[key], id(buffer)))  # type: ignore[arg-type]
-    return own
+            entries.append((names[id(buffer)], module._buffers[key], id(buffer)))  # type: ignore[arg-type]
+    return entries
 
 
 def _allocate_unwritten(like: Tensor, device: torch.device) -> Tensor:
@@ -130,18 +130,18 @@ def whole_shapes_only(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -
         model: the model whose parameters and buffers are replaced; restored at the end.
         shapes: full shapes of parameters and buffers by name; others have their full shape already.
     """
-    before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    originals = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     abstract: dict[int, Any] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         meta = torch.empty(shapes.get(name, tuple(tensor.shape)), dtype=tensor.dtype, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         abstract[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
-    for module, parameters, buffers in before:
+    for module, parameters, buffers in originals:
         module._parameters.update({k: abstract.get(id(p), p) for k, p in parameters.items()})
         module._buffers.update({k: abstract.get(id(b), b) for k, b in buffers.items()})
     try:
         yield
     finally:
-        for module, parameters, buffers in before:
+        for module, parameters, buffers in originals:
             module._parameters.update(parameters)
             module._buffers.update(buffers)

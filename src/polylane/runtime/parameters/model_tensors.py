@@ -48,8 +48,8 @@ class ModelTensors:
 
     def move_to_device(self, names: Collection[str]) -> None:
         """Move parameters and buffers to the worker's device; the rest stays where the user built it."""
-        held = {n: t for n, t in {**self.parameters(), **self.buffers()}.items() if n in names}
-        self.replace_values({n: t.data.to(self.device) for n, t in held.items() if t.device != self.device})
+        tensors = {n: t for n, t in {**self.parameters(), **self.buffers()}.items() if n in names}
+        self.replace_values({n: t.data.to(self.device) for n, t in tensors.items() if t.device != self.device})
 
     def replace_values(self, values: Mapping[str, Tensor]) -> None:
         """Replace the values of parameters and buffers, also by other shapes; parameters stay the same objects."""
@@ -76,6 +76,6 @@ def replace_data(parameter: nn.Parameter, value: Tensor) -> None:
         value: its values from now on, whose memory it shares.
     """
     if value.shape != parameter.shape:
-        other = torch.float64 if parameter.dtype != torch.float64 else torch.float32
-        parameter.data = parameter.data.new_empty(0, dtype=other)
+        other_dtype = torch.float64 if parameter.dtype != torch.float64 else torch.float32
+        parameter.data = parameter.data.new_empty(0, dtype=other_dtype)
     parameter.data = value

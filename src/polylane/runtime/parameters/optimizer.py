@@ -26,7 +26,7 @@ from polylane.runtime.workers.out_of_memory import is_out_of_memory
 
 
 def build_optimizer(
-    objective: Objective, held: Sequence[tuple[str, nn.Parameter]], every: Sequence[tuple[str, nn.Parameter]]
+    objective: Objective, held_pairs: Sequence[tuple[str, nn.Parameter]], all_pairs: Sequence[tuple[str, nn.Parameter]]
 ) -> torch.optim.Optimizer:
     """Return the user's optimizer over this worker's parameters.
 
@@ -35,13 +35,13 @@ def build_optimizer(
 
     Args:
         objective: the user's objective, which has the optimizer's factory.
-        held: (name, parameter) of this worker's parameters that the objective trains.
-        every: (name, parameter) of all parameters of the model, in its order.
+        held_pairs: (name, parameter) of this worker's parameters that the objective trains.
+        all_pairs: (name, parameter) of all parameters of the model, in its order.
     """
-    given = objective.given_optimizer
-    optimizer = given.take(every) if isinstance(given, OptimizerObject) else objective.optimizer(list(every))
-    mine = {id(parameter) for _, parameter in held}
-    replace_parameters(optimizer, {parameter: None for _, parameter in every if id(parameter) not in mine})
+    source = objective.given_optimizer
+    optimizer = source.take(all_pairs) if isinstance(source, OptimizerObject) else objective.optimizer(list(all_pairs))
+    held_ids = {id(parameter) for _, parameter in held_pairs}
+    replace_parameters(optimizer, {parameter: None for _, parameter in all_pairs if id(parameter) not in held_ids})
     return optimizer
 
 
@@ -109,9 +109,9 @@ def step_scheduler(scheduler: Any, loss: float | None = None) -> None:
     Raises:
         PolylaneError: it raised.
     """
-    for each in schedulers_in(scheduler):
+    for member in schedulers_in(scheduler):
         with _blamed_on("scheduler.step()"):
-            each.step(loss) if loss is not None and needs_metric(each) else each.step()
+            member.step(loss) if loss is not None and needs_metric(member) else member.step()
 
 
 @contextmanager
@@ -125,8 +125,8 @@ def _blamed_on(call: str) -> Iterator[None]:
         if is_peer_loss(error) or is_out_of_memory(error):
             raise
         lines = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-        where = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
-        raise PolylaneError(f"{call} raised {describe_error(error)}{where}") from error
+        location = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
+        raise PolylaneError(f"{call} raised {describe_error(error)}{location}") from error
 
 
 @dataclass
@@ -188,16 +188,16 @@ class GradientClipper:
 
     def clip_gradients(self) -> None:
         """Scale the gradients of this worker's parameters in place; a collective of the replica."""
-        sums, held = self._sums, list(self._sums.held.values())
+        sums, parameters = self._sums, list(self._sums.held.values())
         counted = [(self._position[name], sums.held[name].grad) for name in sums.counted]
         present = [(i, grad) for i, grad in counted if grad is not None]
-        dtype = torch.promote_types(held[0].dtype, torch.float32) if held else torch.float64
+        dtype = torch.promote_types(parameters[0].dtype, torch.float32) if parameters else torch.float64
         squares = torch.zeros(len(self._position), dtype=torch.float64, device=sums.device)
         if present:
-            own = torch._foreach_norm([grad for _, grad in present], 2.0)
+            norms = torch._foreach_norm([grad for _, grad in present], 2.0)
             # Squared in float64, and the root taken there, a norm of single precision comes back as it was.
-            squares[[i for i, _ in present]] = torch.stack(own).double().square()
+            squares[[i for i, _ in present]] = torch.stack(norms).double().square()
         # A norm per parameter first, then the norm of these: the same two steps as clip_grad_norm_ on one device.
         total = torch.linalg.vector_norm(sums.sum_replica(squares).sqrt().to(dtype))
-        if any(parameter.grad is not None for parameter in held):
-            torch.nn.utils.clip_grads_with_norm_(held, self._max_norm, total)
+        if any(parameter.grad is not None for parameter in parameters):
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_norm, total)

@@ -36,22 +36,22 @@ class RequiredGradients:
         # What an update freezes is known on the host before the next step, but for accelerators, for which none waits.
         self._waits = holding.world.device.type == "cpu" and not plan.sync.is_replica_local and not plan.is_asynchronous
         pairs: list[tuple[str, Tensor]] = list(holding.tensors.parameters().items())
-        known = {id(tensor) for _, tensor in pairs}
-        parts = {id(p): (name, p) for each in trainers.values() for name, p in each.local_parameters.items()}
-        pairs += [pair for key, pair in parts.items() if key not in known]
+        known_ids = {id(tensor) for _, tensor in pairs}
+        parts = {id(p): (name, p) for trainer in trainers.values() for name, p in trainer.local_parameters.items()}
+        pairs += [pair for key, pair in parts.items() if key not in known_ids]
         self._names, self._tensors = [name for name, _ in pairs], [tensor for _, tensor in pairs]
         self._first = self._known = [tensor.requires_grad for tensor in self._tensors]
         self._told: list[str] = []  # what the last update changed here
-        self._trainers, self._sizes = trainers, {name: _count_held(each) for name, each in trainers.items()}
+        self._trainers, self._sizes = trainers, {name: _count_held(trainer) for name, trainer in trainers.items()}
         self._result: StepResult | None = None
 
     def changed_names(self) -> list[str]:
         """Return names of the parameters that were frozen or unfrozen since the last call of :meth:`follow`."""
-        now = [tensor.requires_grad for tensor in self._tensors]
-        if now == self._known:
+        flags = [tensor.requires_grad for tensor in self._tensors]
+        if flags == self._known:
             return []
-        pairs = zip(self._names, now, self._known, strict=True)
-        return list(dict.fromkeys(name for name, flag, before in pairs if flag is not before))
+        pairs = zip(self._names, flags, self._known, strict=True)
+        return list(dict.fromkeys(name for name, flag, old_flag in pairs if flag is not old_flag))
 
     def follow(self, names: list[str] | None = None) -> None:
         """Make a change that was made to a parameter, or to an optimizer's shard of it, a change of both.
@@ -114,15 +114,15 @@ class RequiredGradients:
         result, self._result = self._result, None
         if result is None or not self._apart or not self._waits or self._size == 1 or not result.changes:
             return
-        every = {name for names in self._transport.all_gather_object(self._told) for name in names}
-        self.follow([name for name in self._names if name in every and name not in self._told])
+        changed_names = {name for names in self._transport.all_gather_object(self._told) for name in names}
+        self.follow([name for name in self._names if name in changed_names and name not in self._told])
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def turned_names(self) -> dict[str, bool]:
         """Return what requires a gradient now and did not at the start, or the other way round, by name."""
         pairs = zip(self._names, self._first, self._known, strict=True)
-        return {name: now for name, first, now in pairs if now is not first}
+        return {name: flag for name, first_flag, flag in pairs if flag is not first_flag}
 
     def restore(self, turned: Mapping[str, bool]) -> None:
         """Freeze and unfreeze what was frozen or unfrozen in a run; all else is as it was at the start of this one.
@@ -132,7 +132,7 @@ class RequiredGradients:
         """
         self.follow()
         states = zip(self._names, self._first, self._known, strict=True)
-        self.follow([name for name, first, now in states if turned.get(name, first) is not now])
+        self.follow([name for name, first_flag, flag in states if turned.get(name, first_flag) is not flag])
 
 
 def _count_held(trainer: ObjectiveUpdate) -> int:

@@ -52,14 +52,14 @@ class ShardSpec:
             if self.is_sharded(name) and tuple(tensor.shape) == self.shapes[name]
         }
 
-    def local_shard(self, name: str, whole: Tensor) -> Tensor:
+    def local_shard(self, name: str, full_tensor: Tensor) -> Tensor:
         """Return this worker's shard of a tensor in a parameter's full shape; the tensor itself if it is not sharded.
 
         Args:
             name: canonical name of the parameter or buffer.
-            whole: a tensor of its full shape, such as its value or its gradient.
+            full_tensor: a tensor of its full shape, such as its value or its gradient.
         """
-        return self.local_shards({name: whole}).get(name, whole)
+        return self.local_shards({name: full_tensor}).get(name, full_tensor)
 
     def local_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of this worker's shard of a parameter or buffer."""
@@ -103,9 +103,9 @@ class ShardSpec:
         if not self.is_counted(name):
             return part.new_zeros(self.shapes[name])
         part = part.detach()
-        whole = pad_local_part(part, self._cuts.get(name, {}), self._coordinates)
+        full_tensor = pad_local_part(part, self._cuts.get(name, {}), self._coordinates)
         # Sums are made in place: they must not write over the worker's own values.
-        return whole.clone(memory_format=torch.contiguous_format) if whole is part else whole
+        return full_tensor.clone(memory_format=torch.contiguous_format) if full_tensor is part else full_tensor
 
     def full_summand(self, name: str, part: Tensor | None, like: Tensor) -> Tensor:
         """Return this worker's partial sum of a full parameter or buffer: the sum over all workers is the full value.

@@ -70,13 +70,13 @@ class SharedBuffers:
         """Record that a checkpoint was loaded: the stages that use a buffer have its value, and all that of others."""
         self._current_stages = dict(used) if self.stages > 1 else {}
 
-    def _broadcast_buffer(self, name: str, own: Tensor, owns: bool) -> Tensor:
+    def _broadcast_buffer(self, name: str, buffer: Tensor, owns: bool) -> Tensor:
         if self.pieces is None:
-            return broadcast_from_owner(own, owns, self.transport, self.column)
+            return broadcast_from_owner(buffer, owns, self.transport, self.column)
         # Ranks of other stages may cut the buffer otherwise: sum the full value, and let each cut its own shard.
-        part = self.pieces.full_summand(name, own if owns else None, own)
-        whole = broadcast_from_owner(part, True, self.transport, self.column)
-        return self.pieces.local_shard(name, whole)
+        part = self.pieces.full_summand(name, buffer if owns else None, buffer)
+        full_buffer = broadcast_from_owner(part, True, self.transport, self.column)
+        return self.pieces.local_shard(name, full_buffer)
 
     def owning_stage(self, name: str, among: Collection[int]) -> int:
         """Return the lowest stage that has a buffer's current value.

@@ -125,10 +125,10 @@ def trainers_of(holding: LocalModel, clip_norm: float | None) -> dict[str, Objec
     """
     _refuse_whole_norms(holding.prepared.plan, clip_norm)
     # Order matters: optimizers on full parameters, then sharding, then what refers to the shards.
-    every = named_parameters(holding.prepared.model, holding.tensors.losses)
+    all_pairs = named_parameters(holding.prepared.model, holding.tensors.losses)
     optimizers = {
         name: build_optimizer(
-            holding.prepared.objectives[name], list(_held_parameters(holding, name)[1].items()), every
+            holding.prepared.objectives[name], list(_held_parameters(holding, name)[1].items()), all_pairs
         )
         for name in holding.prepared.graphs
     }
@@ -148,17 +148,17 @@ def _refuse_whole_norms(plan: Plan, clip_norm: float | None) -> None:
 def _trainer_of(
     holding: LocalModel, name: str, built: torch.optim.Optimizer, clip_norm: float | None
 ) -> ObjectiveUpdate:
-    order, whole = _held_parameters(holding, name)
-    held = holding.shards.updated_parameters(whole)
-    counted = _counted_names(holding, held)
-    sums = SumOverMesh(order, counted, held, holding.world.device, _make_replica_sum(holding))
+    order, parameters = _held_parameters(holding, name)
+    updated_parts = holding.shards.updated_parameters(parameters)
+    counted = _counted_names(holding, updated_parts)
+    sums = SumOverMesh(order, counted, updated_parts, holding.world.device, _make_replica_sum(holding))
     if holding.prepared.layouts or holding.shard_units.units:
         set_sum_over_holders(built, sums)
     clipper = None if clip_norm is None else GradientClipper(clip_norm, sums)
     scheduler = build_scheduler(holding.prepared.objectives[name].scheduler, built)
-    codec = choose_compressor(holding.prepared.plan.sync, {n: p for n, p in whole.items() if p.requires_grad})
+    codec = choose_compressor(holding.prepared.plan.sync, {n: p for n, p in parameters.items() if p.requires_grad})
     note = _bind_log(holding, name)
-    return ObjectiveUpdate(built, scheduler, order, held, clipper, holding.shards, whole, codec, note)
+    return ObjectiveUpdate(built, scheduler, order, updated_parts, clipper, holding.shards, parameters, codec, note)
 
 
 def _bind_log(holding: LocalModel, name: str) -> Callable[[Callable[[], float]], None] | None:
@@ -175,28 +175,28 @@ def _held_parameters(holding: LocalModel, name: str) -> tuple[list[str], dict[st
     return order, {n: parameters[n] for n in order if holding.stage in holding.owning_stages[n]}
 
 
-def _counted_names(holding: LocalModel, held: Iterable[str]) -> list[str]:
+def _counted_names(holding: LocalModel, names: Iterable[str]) -> list[str]:
     """Return names whose local shard counts in the sums of :func:`_make_replica_sum`: each distinct shard once."""
     plan, shards = holding.prepared.plan, holding.shards
-    first = plan.stage_and_replica(holding.world.rank)[1] == 0
+    is_first = plan.stage_and_replica(holding.world.rank)[1] == 0
     if not (plan.has_uneven_replicas or holding.shard_units.units):
-        first = True  # the sum is over one replica; otherwise it is over all, and only replica 0 counts
-    mine = filter(holding.shard_spec.speaks_for, held)
-    return [n for n in mine if (shards.is_counted if n in shards.buffer_of else first)]
+        is_first = True  # the sum is over one replica; otherwise it is over all, and only replica 0 counts
+    local_names = filter(holding.shard_spec.speaks_for, names)
+    return [n for n in local_names if (shards.is_counted if n in shards.buffer_of else is_first)]
 
 
 def _make_replica_sum(holding: LocalModel) -> Callable[[Tensor], Tensor]:
     """Return an all-reduce over this replica; over all workers with ZeRO or different numbers of replicas."""
     plan = holding.prepared.plan
     # ZeRO shards of one parameter are spread over replicas, and so are stages with different numbers of replicas.
-    together = range(plan.workers) if holding.shard_units.units else replica_ranks(plan, holding.world.rank)
+    ranks = range(plan.workers) if holding.shard_units.units else replica_ranks(plan, holding.world.rank)
     transport = holding.transport
 
     def sum_replica(values: Tensor) -> Tensor:
-        before = transport.counters.sent
-        total = transport.all_reduce(values, together).wait()
+        start_bytes = transport.counters.sent
+        total = transport.all_reduce(values, ranks).wait()
         # Norms say nothing of what replicas must agree on, which theory knows.
-        transport.counters.move_sent("all_reduce", NORMS, transport.counters.sent - before)
+        transport.counters.move_sent("all_reduce", NORMS, transport.counters.sent - start_bytes)
         return total
 
     return sum_replica

@@ -69,7 +69,7 @@ class WeightVersions:
         """Record a batch's update, and drop the versions that nothing needs any more."""
         del self._used[batch]
         self.newest += 1
-        self._leaves = {version: own for version, own in self._leaves.items() if self._is_needed(version)}
+        self._leaves = {version: leaves for version, leaves in self._leaves.items() if self._is_needed(version)}
         self.most = max(self.most, self.count())
 
     def restart(self) -> None:

@@ -78,11 +78,11 @@ class AnomalyDetector:
         graph = program.partition.graph
         alone = runner.local_code is None and type(runner.hooks) is StageHooks
         if not alone or (part.sum_replicas is not None and graph.code.has_batch_statistics):
-            said = "the operator is not looked for where workers share one (split operators, batch statistics, shards)"
+            text = "the operator is not looked for where workers share one (split operators, batch statistics, shards)"
         else:
-            said = _describe_first_fault(runner, {node.name: node for node in graph.nodes}, values, leaves, part)
+            text = _describe_first_fault(runner, {node.name: node for node in graph.nodes}, values, leaves, part)
         self.fault = NonFiniteValue(
-            (part.step, part.microbatch, program.stage), f"{said}, in microbatch {part.microbatch}"
+            (part.step, part.microbatch, program.stage), f"{text}, in microbatch {part.microbatch}"
         )
 
 
@@ -95,8 +95,8 @@ def _has_nan(value: Any) -> bool:
     """Return whether a value holds a NaN; a finite sum, one pass over memory, shows nearly always that it does not."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return False
-    whole = value.detach()
-    return not bool(torch.isfinite(whole.sum())) and bool(torch.isnan(whole).any())
+    tensor = value.detach()
+    return not bool(torch.isfinite(tensor.sum())) and bool(torch.isnan(tensor).any())
 
 
 def _has_non_finite(value: Any) -> bool:
@@ -121,24 +121,24 @@ def _describe_first_fault(
         interpreter.run()
     results, output = interpreter.env, code.graph.output_node()
     # A parameter that is not finite explains all that follows, and names the step to blame.
-    for place, (kind, name) in role_of.items():
-        if kind == "parameter" and _has_non_finite(results[place]):
+    for node, (kind, name) in role_of.items():
+        if kind == "parameter" and _has_non_finite(results[node]):
             return (
                 f"the parameter {name} is not finite: the update of step {part.step} made it so"
                 if part.step
                 else (f"the parameter {name} is not finite at the start")
             )
-    found = _find_origin(output, results)
-    if found is None:
+    origin = _find_origin(output, results)
+    if origin is None:
         return "the operator is not known, for a second pass over the same samples gave finite numbers"
-    if found in role_of:
-        kind, name = role_of[found]
+    if origin in role_of:
+        kind, name = role_of[origin]
         return {
             "input": f"input {name} of the batch is not finite" if isinstance(name, int) else "",
             "value": f"it came in with the value of {_describe_node(nodes, str(name))}",
             "buffer": f"the buffer {name} is not finite",
         }.get(kind) or f"a constant of the model ({name}) is not finite"
-    return f"the first operator is {_describe_node(nodes, str(found.meta['name']))}"
+    return f"the first operator is {_describe_node(nodes, str(origin.meta['name']))}"
 
 
 def _find_origin(output: fx.Node | None, results: Mapping[fx.Node, Any]) -> fx.Node | None:
@@ -149,17 +149,17 @@ def _find_origin(output: fx.Node | None, results: Mapping[fx.Node, Any]) -> fx.N
     # A NaN is followed back over NaNs only: an infinity before it may be a mask's. Without NaNs it is an infinite loss.
     wrong = _has_nan if nan else _has_non_finite
     order = {node: position for position, node in enumerate(results)}
-    todo, seen, first = [node for node in leaving if wrong(results[node])], set[fx.Node](), list[fx.Node]()
+    todo, seen_nodes, origins = [node for node in leaving if wrong(results[node])], set[fx.Node](), list[fx.Node]()
     while todo:
         node = todo.pop()
-        if node in seen:
+        if node in seen_nodes:
             continue
-        seen.add(node)
-        before = [each for each in node.all_input_nodes if wrong(results[each])]
-        todo += before
-        if not before:
-            first.append(node)
-    return min(first, key=order.__getitem__, default=None)
+        seen_nodes.add(node)
+        sources = [source for source in node.all_input_nodes if wrong(results[source])]
+        todo += sources
+        if not sources:
+            origins.append(node)
+    return min(origins, key=order.__getitem__, default=None)
 
 
 def _describe_node(nodes: Mapping[str, Node], name: str) -> str:

@@ -86,9 +86,9 @@ class AsynchronousPipeline:
         self._ended.append(self.batches.pop(number).state)
         self.versions.end(number)
 
-    def release(self, kept: int) -> None:
-        """Wait for the messages of all but the last ``kept`` batches that have ended, and free their buffers."""
-        while len(self._ended) > kept:
+    def release(self, count: int) -> None:
+        """Wait for the messages of all but the last ``count`` batches that have ended, and free their buffers."""
+        while len(self._ended) > count:
             state = self._ended.pop(0)
             for key in list(state.pending_sends):
                 state.wait_sent(key)
@@ -117,12 +117,12 @@ class AsynchronousExecutor(Executor):
         forward passes becomes the model's.
         """
         plain = self._plain_arguments[self.program.stage]
-        own = {role: plain[role].clone() for role in self._written}
-        changed = {("parameter", name): leaf for name, leaf in self.pipeline.versions.begin(number).items()} | own
+        buffers = {role: plain[role].clone() for role in self._written}
+        changed = {("parameter", name): leaf for name, leaf in self.pipeline.versions.begin(number).items()} | buffers
         for stage, runner in self.runners.items():
             tensors = self._plain_arguments[stage]
             runner.tensors = {**tensors, **{role: value for role, value in changed.items() if role in tensors}}
-        self.pipeline.buffers = own
+        self.pipeline.buffers = buffers
 
     def store_buffers(self) -> None:
         """Make what the newest batch has left in its buffers the model's."""
@@ -157,22 +157,22 @@ class AsynchronousExecutor(Executor):
         for index, action in enumerate(self.program.actions):
             while posted < self._receive_horizon[index]:
                 ahead = self.program.actions[posted]
-                other = self.pipeline.batches.get(number - ahead.steps_back)
-                if other is not None:
-                    other.executor._post_receive(ahead, other.state)
+                next_batch = self.pipeline.batches.get(number - ahead.steps_back)
+                if next_batch is not None:
+                    next_batch.executor._post_receive(ahead, next_batch.state)
                 posted += 1
-            own = self.pipeline.batches.get(number - action.steps_back)
-            if own is not None and runs(action, own.state.tables):
-                own.executor._run_of(own, action, number - action.steps_back)
+            batch = self.pipeline.batches.get(number - action.steps_back)
+            if batch is not None and runs(action, batch.state.tables):
+                batch.executor._run_of(batch, action, number - action.steps_back)
                 # Taken out again: the state of an earlier step's batch holds what was measured in that step.
-                spans.append(own.state.spans.pop())
+                spans.append(batch.state.spans.pop())
 
-    def _run_of(self, own: _BatchUnderWay, action: Action, number: int) -> None:
+    def _run_of(self, batch: _BatchUnderWay, action: Action, number: int) -> None:
         """Run one action of a batch, by its number."""
         versions = self.pipeline.versions
-        if action.kind in (ActionKind.REDUCE, ActionKind.STEP) and not own.has_gradients:
+        if action.kind in (ActionKind.REDUCE, ActionKind.STEP) and not batch.has_gradients:
             # Not behind the last backward pass: a batch too short for all microbatches has that in an earlier step.
-            own.has_gradients = True
+            batch.has_gradients = True
             versions.load_gradients(number)
             for reducer in self.reducers.values():
                 reducer.begin_last_backward()
@@ -182,6 +182,6 @@ class AsynchronousExecutor(Executor):
             # Of replicas in turn running statistics move at the update, in the step of a later batch, maybe one of
             # another size: what is stored behind that step is the later batch's buffers.
             self.any_runner.tensors = {**self.any_runner.tensors, **self.pipeline.buffers}
-        self._run_action(action, own.batch, own.state, own.finish)
+        self._run_action(action, batch.batch, batch.state, batch.finish)
         if action.kind is ActionKind.STEP:
             self.pipeline.end(number)

@@ -78,9 +78,9 @@ def build_tables(
         open_sizes: the batch's sizes that the graph leaves open, for which the resharder is.
     """
     ends = split_bounds(samples, program.microbatches)
-    whole = {i: ends[i][1] - ends[i][0] for i in shares}
+    sizes = {i: ends[i][1] - ends[i][0] for i in shares}
     # Operators sharded along the batch work on sizes of the whole microbatch, and know their own rows by their shard.
-    held = whole if batch_is_sharded else {i: share.samples for i, share in shares.items()}
+    counts = sizes if batch_is_sharded else {i: share.samples for i, share in shares.items()}
     routes, last_backwards = dict[Action, Route](), dict[int, int]()
     for index, action in enumerate(program.actions):
         if action.microbatch not in shares:  # a microbatch without samples, or an action that has no microbatch
@@ -89,15 +89,15 @@ def build_tables(
             last_backwards[action.stage] = index
         elif action.kind in (ActionKind.SEND, ActionKind.RECEIVE):
             assert action.value is not None and action.peer is not None and action.microbatch is not None
-            about = action.value, action.peer, whole[action.microbatch], action.gradient
+            about = action.value, action.peer, sizes[action.microbatch], action.gradient
             sends = action.kind is ActionKind.SEND
             box = relays.box_to_send(*about) if sends else relays.box_to_receive(*about)
             if box is not None:
                 routes[action] = Route(box, box_shape(box), relays.sent_share(*about) if sends else None)
     shapes = {
-        (name, count): wire.shape(count) for name, wire in relays.value_specs.items() for count in set(held.values())
+        (name, count): wire.shape(count) for name, wire in relays.value_specs.items() for count in set(counts.values())
     }
-    return BatchTables(samples, shares, whole, held, routes, shapes, last_backwards, open_sizes)
+    return BatchTables(samples, shares, sizes, counts, routes, shapes, last_backwards, open_sizes)
 
 
 def runs(action: Action, tables: BatchTables, sums: bool = True) -> bool:

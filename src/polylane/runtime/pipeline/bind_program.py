@@ -98,7 +98,7 @@ def bind_program(
     tensors.move_to_device({*_used_names(program), *counts.buffers})
     arguments = _bind_tensors(program, tensors, mesh, shards, counts)
     binder = StageBinder(program, compiled, holding, connections, codec, arguments)
-    bound = {stage: binder.bind_stage(stage, own) for stage, own in _buckets_by_stage(program, plan, codec).items()}
+    bound = {stage: binder.bind_stage(stage, group) for stage, group in _buckets_by_stage(program, plan, codec).items()}
     travelling = value_specs(partition, binder.dtypes, compiled.layouts[program.stage], mesh.coordinates)
     trains = any(action.kind is ActionKind.STEP for action in program.actions)
     make = Executor if pipeline is None else partial(AsynchronousExecutor, pipeline=pipeline)
@@ -205,23 +205,23 @@ class StageBinder:
     def _bind_reduction(self, buckets: tuple[GradientBucket, ...]) -> tuple[StageHooks, AllReducer | None]:
         program, shards, transport = self.program, self.holding.shards, self.connections.transport
         parameters, graph = self.holding.tensors.parameters(), program.partition.graph
-        held = {name: parameters[name] for bucket in buckets for name in bucket.parameters}
+        targets = {name: parameters[name] for bucket in buckets for name in bucket.parameters}
         # The user's own Python may leave a parameter without a gradient; a branch that the loss does not read does.
         certain = {name for node in graph.nodes if node.requires_grad for name in node.parameters}
         optional = {name for node in graph.nodes if node.is_own_python for name in node.parameters}
-        optional |= held.keys() - certain
+        optional |= targets.keys() - certain
         if shards.flat_buffers:
-            own, plan, waits = (
+            stage_program, plan, waits = (
                 replace(program, buckets=buckets),
                 self.holding.prepared.plan,
                 self.connections.mesh.waits,
             )
-            cut = build_sharded_program(own, plan, shards, held, optional, transport, waits)
+            cut = build_sharded_program(stage_program, plan, shards, targets, optional, transport, waits)
             return cut, cut.reducer
         if not any(len(bucket.ranks) > 1 for bucket in buckets):
             return StageHooks(), None
         clock = self.connections.mesh.waits.clock
-        return StageHooks(), AllReducer(buckets, held, optional, transport, self.codec, program.replicas, clock)
+        return StageHooks(), AllReducer(buckets, targets, optional, transport, self.codec, program.replicas, clock)
 
 
 def _buckets_by_stage(
@@ -232,18 +232,18 @@ def _buckets_by_stage(
     Several workers reduce a tied weight; they do so behind all buckets of their own, as in the programs' order, so that
     none waits for another in two groups. A compressor counts its steps: it gets all buckets at once.
     """
-    last = {action.stage: index for index, action in enumerate(program.actions) if action.kind in WEIGHT_PASSES}
-    ending = max(program.stages, key=lambda stage: last.get(stage, -1))
+    last_index = {action.stage: index for index, action in enumerate(program.actions) if action.kind in WEIGHT_PASSES}
+    ending = max(program.stages, key=lambda stage: last_index.get(stage, -1))
     used = {stage: set(program.partition.parameters(stage)) for stage in program.stages}
-    found: dict[int, list[GradientBucket]] = {stage: [] for stage in program.stages}
+    stage_buckets: dict[int, list[GradientBucket]] = {stage: [] for stage in program.stages}
     for bucket in program.buckets:
         alone = len({plan.stage_and_replica(rank)[0] for rank in bucket.ranks}) == 1
         using = [stage for stage in program.stages if not used[stage].isdisjoint(bucket.parameters)]
         if codec is not None or not alone or not using:
-            found[ending].append(bucket)
+            stage_buckets[ending].append(bucket)
         else:
-            found[max(using, key=lambda stage: last.get(stage, -1))].append(bucket)
-    return {stage: tuple(buckets) for stage, buckets in found.items()}
+            stage_buckets[max(using, key=lambda stage: last_index.get(stage, -1))].append(bucket)
+    return {stage: tuple(buckets) for stage, buckets in stage_buckets.items()}
 
 
 def _used_names(program: Program) -> set[str]:

@@ -45,14 +45,14 @@ class ByteCounters:
 
     def __post_init__(self) -> None:
         self._in_theory: dict[tuple[str, int, int], float] = {}  # by objective, step of the cycle, microbatches
-        self._served_before = sum(each.sent for each in self.served)
+        self._served_before = sum(counter.sent for counter in self.served)
 
     @contextmanager
     def count_step(self, objective: str, microbatches: int) -> Iterator[None]:
         """Context manager: count the bytes sent inside it as one step of an objective."""
-        before = self._current_bytes()
+        start_bytes = self._current_bytes()
         yield
-        self.bytes_sent.update(self._current_bytes() - before)
+        self.bytes_sent.update(self._current_bytes() - start_bytes)
         self.expected_bytes += self._step_in_theory(objective, microbatches)
         self.steps_counted[objective] += 1
 
@@ -67,16 +67,16 @@ class ByteCounters:
     def _current_bytes(self) -> Counter[str]:
         # On the main transport point-to-point messages are values between stages; its collectives are sync, or norms.
         between, norms = self.main.wire["send"], self.main.wire[NORMS]
-        found = Counter({STAGES: between, STATISTICS: norms, AGREEMENT: self.main.sent - between - norms})
+        totals = Counter({STAGES: between, STATISTICS: norms, AGREEMENT: self.main.sent - between - norms})
         for purpose, counters in self.others.items():
-            found[purpose] += sum(each.sent for each in counters)
-        return found
+            totals[purpose] += sum(counter.sent for counter in counters)
+        return totals
 
     def mean_bytes(self) -> dict[str, float]:
         """Return the mean bytes of a step by purpose, and ``"theory"``; collective."""
         self.settle()
         steps, sent = max(self.steps_counted.total(), 1), Counter(self.bytes_sent)
-        sent[AGREEMENT] += sum(each.sent for each in self.served) - self._served_before
+        sent[AGREEMENT] += sum(counter.sent for counter in self.served) - self._served_before
         return {purpose: sent[purpose] / steps for purpose in (AGREEMENT, STAGES, OPERATORS, STATISTICS)} | {
             "theory": self.expected_bytes / steps
         }

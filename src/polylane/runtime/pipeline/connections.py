@@ -83,43 +83,43 @@ def open_connections(
     # NCCL has one communicator for each pair, which takes time and memory: only pairs that exchange messages get one.
     # Elsewhere all pairs are opened that may exchange values.
     trained = {
-        name for each in programs for program in each for bucket in program.buckets for name in bucket.parameters
+        name for series in programs for program in series for bucket in program.buckets for name in bucket.parameters
     }
-    later = {held for name, held in prepared.owning_stages.items() if name not in trained}
+    later = {stages for name, stages in prepared.owning_stages.items() if name not in trained}
     if world.backend == "nccl" and not later:
-        pairs = sorted({pair for each in programs for pair in list_channels(each)})
+        pairs = sorted({pair for series in programs for pair in list_channels(series)})
     else:
         pairs = sorted((a, b) for a, b in peers if a != b)
     # Every group that any rank reduces over is declared on all ranks: torch.distributed creates groups collectively.
-    buckets = [bucket.ranks for each in programs for program in each for bucket in program.buckets]
-    buckets += [ranks for held in later for ranks in possible_groups(plan, held)]
-    whole = [each for rank in ranks for each in (replica_ranks(plan, rank), plan.group(rank, plan.axes))]
+    buckets = [bucket.ranks for series in programs for program in series for bucket in program.buckets]
+    buckets += [ranks for stages in later for ranks in possible_groups(plan, stages)]
+    whole_groups = [group for rank in ranks for group in (replica_ranks(plan, rank), plan.group(rank, plan.axes))]
     columns = {column_ranks(plan, rank) for rank in ranks}
     shards = all_shard_groups(plan, programs)
-    transport = connect(world, pairs, sorted({*columns, *buckets, *replicas, *whole, *shards, tuple(ranks)}))
+    transport = connect(world, pairs, sorted({*columns, *buckets, *replicas, *whole_groups, *shards, tuple(ranks)}))
     mesh, inner = _open_mesh(
         world, plan, connect, [prepared.main.layouts.axes(stage) for stage in range(plan.pipeline)]
     )
-    apart = {} if inner is None else {OPERATORS: inner}
+    transports = {} if inner is None else {OPERATORS: inner}
     if plan.sync.shard == "parameters":
         groups = sorted({shard_group(plan, rank) for rank in ranks})
-        apart[AGREEMENT] = connect(world, [], groups, tag=3, own_groups=True)
+        transports[AGREEMENT] = connect(world, [], groups, tag=3, own_groups=True)
     if plan.data == 1 or not statistics or prepared.batch_is_sharded:
-        return Connections(transport, None, mesh, apart)
+        return Connections(transport, None, mesh, transports)
     # Statistics interleave with the gradients' reductions, in an order that differs between workers.
-    apart[STATISTICS] = summing = connect(world, [], replicas, tag=1, own_groups=True)
+    transports[STATISTICS] = summing = connect(world, [], replicas, tag=1, own_groups=True)
     members = plan.group(world.rank, ("data",))
 
     def sum_replicas(tensor: Tensor) -> Tensor:
         return summing.all_reduce(tensor, members).wait()
 
-    return Connections(transport, sum_replicas, mesh, apart)
+    return Connections(transport, sum_replicas, mesh, transports)
 
 
 def _syncs_statistics(partition: Partition) -> bool:
     """Return whether replicas exchange statistics of their samples: for batch normalization, or whole-batch counts."""
     code = partition.graph.code
-    exchanged = (each for each in statistics_of(code.fx) if not is_batch_start(each))
+    exchanged = (node for node in statistics_of(code.fx) if not is_batch_start(node))
     return code.has_batch_statistics or any(exchanged)
 
 
@@ -128,7 +128,7 @@ def replica_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
     if plan.has_uneven_replicas:
         return tuple(range(plan.workers))
     replica = plan.stage_and_replica(rank)[1]
-    return tuple(other for other in range(plan.workers) if plan.stage_and_replica(other)[1] == replica)
+    return tuple(worker for worker in range(plan.workers) if plan.stage_and_replica(worker)[1] == replica)
 
 
 def column_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
@@ -152,6 +152,6 @@ def _open_mesh(
     groups = sorted({plan.group(rank, (axis,)) for rank, stage in enumerate(stages) for axis in axes[stage]})
     pairs = [(a, b) for group in groups for a in group for b in group if a != b]
     inner = connect(world, pairs, groups, tag=2, own_groups=True)
-    mine = axes[stages[world.rank]]
-    own = {axis: TransportAxis(plan.ranks_along(world.rank, axis), inner, waits) for axis in mine}
-    return WorkerMesh(own, {name: axis.index for name, axis in own.items()}, waits), inner
+    axis_names = axes[stages[world.rank]]
+    mesh_axes = {axis: TransportAxis(plan.ranks_along(world.rank, axis), inner, waits) for axis in axis_names}
+    return WorkerMesh(mesh_axes, {name: axis.index for name, axis in mesh_axes.items()}, waits), inner

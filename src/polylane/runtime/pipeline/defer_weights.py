@@ -39,11 +39,11 @@ def _release_held_weights(graph: fx.Graph) -> None:
     """Make plain linear layers of those that compute their weight's gradient late within one backward pass."""
     for node in list(graph.nodes):
         if node.target is linear:
-            held = node.args[1]
+            weight = node.args[1]
             node.target = torch.ops.aten.linear.default
-            node.args = (node.args[0], held.args[0] if held.target is hold else held, *node.args[2:])
-            if held.target is hold and not held.users:
-                graph.erase_node(held)
+            node.args = (node.args[0], weight.args[0] if weight.target is hold else weight, *node.args[2:])
+            if weight.target is hold and not weight.users:
+                graph.erase_node(weight)
 
 
 def _keyword_only(node: fx.Node) -> set[str]:
@@ -84,10 +84,10 @@ def _write_boundaries(
     group_of: Mapping[fx.Node, int],
 ) -> tuple[int, ...]:
     """Write the readers of weight values anew: deferred calls, and those that read a cut leaf."""
-    first = next(iter(graph.nodes))
-    with graph.inserting_before(first):
+    first_node = next(iter(graph.nodes))
+    with graph.inserting_before(first_node):
         deferred = graph.placeholder("deferred")
-    deferred.meta = {**_labels(first), "role": DEFERRED}
+    deferred.meta = {**_labels(first_node), "role": DEFERRED}
     after_inputs = next(node for node in graph.nodes if node.op != "placeholder")
     operands = {node: list(_find_operands(formula, node)) for node, formula in calls.items()}
     slots: list[int] = []
@@ -98,19 +98,19 @@ def _write_boundaries(
             continue
         slot_of[value] = slot = len(slots)
         slots.append(group_of[next(iter(parameters))])
-        place = after_inputs if value.op == "placeholder" else value.next
+        next_node = after_inputs if value.op == "placeholder" else value.next
         for cuts in (False, True):
             chosen = [reader for reader in readers if (reader not in calls) == cuts]
             if not chosen:
                 continue
-            with graph.inserting_before(place):
+            with graph.inserting_before(next_node):
                 boundary = graph.call_function(WeightBoundary(slot, cuts), (deferred, value))
             boundary.meta = _labels(chosen[0] if value.op == "placeholder" else value)
             for reader in chosen:
                 reader.replace_input_with(value, boundary)
     for node, formula in calls.items():
-        own = tuple(slot_of[weight] for weight in operands[node])
-        call = DeferredCall(unwrap_settings(node.target), formula, own, str(node.meta.get("name", node.name)))
+        call_slots = tuple(slot_of[weight] for weight in operands[node])
+        call = DeferredCall(unwrap_settings(node.target), formula, call_slots, str(node.meta.get("name", node.name)))
         node.args = (deferred, *positional_arguments(node))
         node.kwargs = {k: v for k, v in node.kwargs.items() if k in _keyword_only(node)}
         node.target = wrap_like(node.target, call)

@@ -89,11 +89,11 @@ class Executor:
         fitted, program = copy.copy(self), self.program
         parts, replicas, in_turn = self.microbatches, len(program.replicas), program.takes_turns
         shares = compute_shares(samples, parts, replicas, program.replica, in_turn)
-        own = {share.microbatch: share for share in shares if share.weight or not self.is_replica_local}
+        share_of = {share.microbatch: share for share in shares if share.weight or not self.is_replica_local}
         fitted.resharder = self.resharder.at_sizes(open_sizes)
-        tables = build_tables(program, fitted.resharder, samples, own, self._batch_is_sharded, open_sizes)
-        fitted._tables, held = tables, set(tables.held.values())
-        fitted.runners = {stage: runner.fit_to_sizes(held, open_sizes) for stage, runner in self.runners.items()}
+        tables = build_tables(program, fitted.resharder, samples, share_of, self._batch_is_sharded, open_sizes)
+        fitted._tables, sizes = tables, set(tables.held.values())
+        fitted.runners = {stage: runner.fit_to_sizes(sizes, open_sizes) for stage, runner in self.runners.items()}
         self.mesh.waits.progress.describe_code(c for r in fitted.runners.values() for c in (r.code, *r.codes.values()))
         return fitted
 
@@ -132,42 +132,42 @@ class Executor:
         """Return the state of a step before its first action; collective where operators need counts of the batch."""
         tables = self._tables
         assert tables is not None and tables.samples == batch.samples, "a worker runs batches of the size it is fit for"
-        own = tables.shares
-        averaged = sum(share.samples for share in own.values()) if self.is_replica_local else batch.samples
-        counted = own if own or self.is_replica_local else {0: PADDING}
+        shares = tables.shares
+        averaged = sum(share.samples for share in shares.values()) if self.is_replica_local else batch.samples
+        counted = shares if shares or self.is_replica_local else {0: PADDING}
         slices = {i: self._sample_slice(share, tables, step, seed, averaged) for i, share in counted.items()}
         # A replica in turn without a microbatch of this batch counts with the others all the same.
-        parts = {i: part for i, part in self._add_batch_counts(batch, counted, slices).items() if i in own}
+        parts = {i: part for i, part in self._add_batch_counts(batch, counted, slices).items() if i in shares}
         self._slowness = 1.0 if self.straggler is None else self.straggler.factor_at(step, self.program.rank)
         witnessed = bool(self.per_sample) and not self._batch_is_sharded
-        witnessed = witnessed and is_witnessed(self.program, step, len(own), batch.samples, self.is_replica_local)
+        witnessed = witnessed and is_witnessed(self.program, step, len(shares), batch.samples, self.is_replica_local)
         calls: list[list[WitnessedCall]] = [[] for _ in self.runners] if witnessed else []
         for runner, records in zip_longest(self.runners.values(), calls):
             runner.code.watch.records = records
-        kept = {i: Kept() for i in own}
+        statistics = {i: Kept() for i in shares}
         if self.running_statistics is not None:
-            parts = {i: replace(part, keep_statistics=kept[i].keep) for i, part in parts.items()}
-        return StepState(parts, tables, averaged, kept_statistics=kept, witnessed_calls=calls)
+            parts = {i: replace(part, keep_statistics=statistics[i].keep) for i, part in parts.items()}
+        return StepState(parts, tables, averaged, kept_statistics=statistics, witnessed_calls=calls)
 
     def _add_batch_counts(
-        self, batch: Batch, own: Mapping[int, SampleShare], parts: dict[int, SampleSlice]
+        self, batch: Batch, shares: Mapping[int, SampleShare], parts: dict[int, SampleSlice]
     ) -> dict[int, SampleSlice]:
         """Add to the slices the statistics that must be summed over the whole batch before any pass."""
         replicas = self.program.replicas
-        apart = self.is_replica_local or self._batch_is_sharded or len(replicas) == 1
-        if self.batch_statistics is None or (apart and len(parts) < 2):  # the part is the whole
+        is_alone = self.is_replica_local or self._batch_is_sharded or len(replicas) == 1
+        if self.batch_statistics is None or (is_alone and len(parts) < 2):  # the part is the whole
             return parts
         ordered = [parts[i] for i in sorted(parts)]
-        leaves = [batch.leaves_of(own[i]) for i in sorted(parts)]
-        others = None if apart else CountingReplicas(self._add_replicas, self.program.replica, len(replicas))
+        leaves = [batch.leaves_of(shares[i]) for i in sorted(parts)]
+        other_replicas = None if is_alone else CountingReplicas(self._add_replicas, self.program.replica, len(replicas))
         try:
-            found = self.batch_statistics.compute_statistics(ordered, leaves, self.any_runner.tensors, others)
+            counts = self.batch_statistics.compute_statistics(ordered, leaves, self.any_runner.tensors, other_replicas)
         except OTHERS_FAILED:
             raise
         except Exception as error:
             module = "what is counted of the whole batch"
             raise ActionFailed(self.program.rank, self.program.stage, None, module, None) from error
-        return {i: replace(part, whole=lambda key, _: found[key]) for i, part in parts.items()}
+        return {i: replace(part, whole=lambda key, _: counts[key]) for i, part in parts.items()}
 
     def _check_witnessed_calls(self, state: StepState) -> None:
         for records in state.witnessed_calls:
@@ -257,8 +257,8 @@ class Executor:
         except BaseException as error:
             node = find_failing_node(self.runners[action.stage], error)
             module = None if node is None else (node.module or "the model's own forward")
-            place = self.program.rank, action.stage, action.microbatch, module, node.source if node else None
-            raise out_of_memory(error, *place) or ActionFailed(*place) from error
+            location = self.program.rank, action.stage, action.microbatch, module, node.source if node else None
+            raise out_of_memory(error, *location) or ActionFailed(*location) from error
 
     def _run(self, action: Action, batch: Batch, state: StepState, finish: Callable[[StepState], None]) -> None:
         waits = self.mesh.waits
@@ -280,12 +280,12 @@ class Executor:
             waits.bytes = reducer.bucket_bytes[action.value]
         else:
             self._check_witnessed_calls(state)
-            before = self.transport.counters.given
+            start_bytes = self.transport.counters.given
             if self.running_statistics is not None:
-                whole, tensors = min(state.tables.samples, self.microbatches), self.any_runner.tensors
-                self.running_statistics.move(tensors, state.kept_statistics, whole, self._sum_replicas)
+                microbatches, tensors = min(state.tables.samples, self.microbatches), self.any_runner.tensors
+                self.running_statistics.move(tensors, state.kept_statistics, microbatches, self._sum_replicas)
             finish(state)
-            waits.bytes += self.transport.counters.given - before
+            waits.bytes += self.transport.counters.given - start_bytes
         state.spans.append(waits.make_span(self.program.rank, action, start))
 
     def _delay_straggler(self, action: Action, start: Mark) -> None:
@@ -297,17 +297,17 @@ class Executor:
     def _forward(self, action: Action, batch: Batch, state: StepState) -> None:
         i = action.microbatch
         assert i is not None
-        share, part, here = state.tables.shares[i], state.sample_slices[i], (action.stage, i)
+        share, part, pass_key = state.tables.shares[i], state.sample_slices[i], (action.stage, i)
         runner = self.runners[action.stage]
         leaves = batch.leaves_of(share, rows=share.weight * share.samples if self._batch_is_sharded else None)
-        values = state.values.pop(here, {})
+        values = state.values.pop(pass_key, {})
         for crossing in self._inputs[action.stage]:
             if crossing.value not in values:  # this worker's shard is empty, so no message came
                 values[crossing.value] = self._zero_value(crossing.value, part.samples, state)
-        live = runner.forward(state.first_pass + i, values, leaves, part, here in self._halved)
+        live = runner.forward(state.first_pass + i, values, leaves, part, pass_key in self._halved)
         if self.anomalies is not None and share.weight and torch.is_grad_enabled():
             self.anomalies.check_forward(runner, self.program, values, leaves, part, live)
-        state.output_values[here] = live.outputs
+        state.output_values[pass_key] = live.outputs
         # Other stages of this worker get an alias, as if it had come in a message: autograd does not see through it.
         for name, reader in self._handed[action.stage]:
             value = values[name] if name in values else live.outputs[name]
@@ -323,7 +323,7 @@ class Executor:
     def _backward(self, action: Action, state: StepState) -> None:
         i = action.microbatch
         assert i is not None
-        here, runner, seed = (action.stage, i), self.runners[action.stage], None
+        pass_key, runner, seed = (action.stage, i), self.runners[action.stage], None
         if action.kind is ActionKind.BACKWARD_WEIGHT:
             runner.backward_weight(state.first_pass + i)
             return
@@ -336,10 +336,10 @@ class Executor:
         # Waiting for messages of earlier microbatches releases their buffers; program/check.py has shown that it ends.
         for key in [key for key, sent in state.pending_sends.items() if key.stage == action.stage and sent.until <= i]:
             state.wait_sent(key)
-        for old in [own for own in state.input_gradients if own[0] == action.stage and own[1] <= i - SEND_DEPTH]:
+        for old in [key for key in state.input_gradients if key[0] == action.stage and key[1] <= i - SEND_DEPTH]:
             del state.input_gradients[old]
-        state.output_values.pop(here, None)  # with the autograd graph that hangs on it
-        gradients, outgoing = state.gradients.pop(here, {}), dict[str, Tensor]()
+        state.output_values.pop(pass_key, None)  # with the autograd graph that hangs on it
+        gradients, outgoing = state.gradients.pop(pass_key, {}), dict[str, Tensor]()
         for crossing in self._outputs[action.stage]:
             if crossing.requires_grad:
                 outgoing[crossing.value] = (
@@ -348,21 +348,21 @@ class Executor:
                     else self._zero_value(crossing.value, state.sample_slices[i].samples, state)  # none came back
                 )
         backward = runner.backward if action.kind is ActionKind.BACKWARD else runner.backward_input
-        found = backward(state.first_pass + i, outgoing, seed)
+        input_gradients = backward(state.first_pass + i, outgoing, seed)
         # What is left came from further stages of this worker that read the same incoming values.
         for name, gradient in gradients.items():
-            found[name] = found[name] + gradient
-        for name in [name for name in found if (name, action.stage) in self.program.local_sources]:
+            input_gradients[name] = input_gradients[name] + gradient
+        for name in [name for name in input_gradients if (name, action.stage) in self.program.local_sources]:
             into = state.gradients.setdefault((self.program.local_sources[name, action.stage], i), {})
-            gradient = found.pop(name)
+            gradient = input_gradients.pop(name)
             into[name] = into[name] + gradient if name in into else gradient
-        state.input_gradients[here] = found
+        state.input_gradients[pass_key] = input_gradients
 
     def _send(self, action: Action, state: StepState) -> None:
         i, name = action.microbatch, action.value
         assert i is not None and name is not None and action.peer is not None
-        here = (action.stage, i)
-        value = (state.input_gradients if action.gradient else state.output_values)[here][name]
+        pass_key = (action.stage, i)
+        value = (state.input_gradients if action.gradient else state.output_values)[pass_key][name]
         dtype, shape = self.resharder.value_specs[name].dtype, state.tables.shapes[name, state.sample_slices[i].samples]
         if tuple(value.shape) != shape or value.dtype != dtype:
             # Checked here because gloo ends the process when sizes disagree.
@@ -372,7 +372,7 @@ class Executor:
         route = state.tables.routes[action]
         value = extract_box(value.detach(), route.box)
         value = value if route.share is None else route.share.take_from(value)
-        key, pending = SendKey(*here, name, action.peer, action.gradient), self.transport.send(value, action.peer)
+        key, pending = SendKey(*pass_key, name, action.peer, action.gradient), self.transport.send(value, action.peer)
         state.pending_sends[key] = PendingSend(pending, self._until[action])
         self.mesh.waits.bytes += value.nbytes
 
@@ -383,16 +383,16 @@ class Executor:
         self.mesh.waits.bytes += value.nbytes
         if action.gradient:  # the peer has computed with the value that was sent to it, so it has received it
             state.wait_sent(SendKey(action.stage, i, name, action.peer, is_gradient=False))
-        found = (state.gradients if action.gradient else state.values).setdefault((action.stage, i), {})
+        values = (state.gradients if action.gradient else state.values).setdefault((action.stage, i), {})
         samples = state.sample_slices[i].samples
         if value.shape != state.tables.shapes[name, samples]:
-            into = found.pop(name, None)
+            into = values.pop(name, None)
             into = self._zero_value(name, samples, state) if into is None else into
             write_box(
                 into, state.tables.routes[action].box, value, add=action.gradient or self.resharder.is_summed(name)
             )
             value = into
-        found[name] = value if name not in found else found[name] + value
+        values[name] = value if name not in values else values[name] + value
 
     def _zero_value(self, name: str, samples: int, state: StepState) -> Tensor:
         shape = state.tables.shapes[name, samples]

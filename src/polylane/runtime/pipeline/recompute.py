@@ -205,9 +205,9 @@ class MicrobatchRecord:
         assert handle.tensor is not None
         return handle.tensor
 
-    def _run_again(self, piece: Piece, kept: list[Any]) -> None:
+    def _run_again(self, piece: Piece, kept_values: list[Any]) -> None:
         # In forward order, in which parameters that are sharded over replicas are gathered.
-        inputs = [_unpack_kept(each, self.owner.unpack) for each in kept]
+        inputs = [_unpack_kept(kept_value, self.owner.unpack) for kept_value in kept_values]
         with torch.no_grad(), self._settings():
             results, inner = piece.run(inputs, self._flags)
         for name, tensors in inner.items():
@@ -220,12 +220,12 @@ class MicrobatchRecord:
                 if ref is not None and (handle := ref()) is not None:
                     handle.tensor = tensor
         for name, value in results.items():
-            made = list_tensors(value)
+            value_tensors = list_tensors(value)
             for ref in self._values[name]:
                 if (handle := ref()) is not None:
                     assert handle.form is not None
-                    (shape, stride, offset), whole = handle.form, made[handle.index]
-                    handle.tensor = whole.as_strided(shape, stride, int(whole.storage_offset()) + offset)
+                    (shape, stride, offset), base = handle.form, value_tensors[handle.index]
+                    handle.tensor = base.as_strided(shape, stride, int(base.storage_offset()) + offset)
 
 
 class _Kept(NamedTuple):
@@ -257,10 +257,10 @@ class _WatchedForward:
         self._runs_again = node in owner.again
         self._drops_value = self._runs_again and node in owner.values
         self._reads = list(_find_reads(node))
-        first = node.args[0] if node.args else None
-        self._defers = isinstance(first, fx.Node) and first.op == "placeholder" and first.meta["role"][0] == "deferred"
+        head = node.args[0] if node.args else None
+        self._defers = isinstance(head, fx.Node) and head.op == "placeholder" and head.meta["role"][0] == "deferred"
         # What the second run reads and no second run makes.
-        dropped = {each.name for each in owner.values}
+        dropped = {value.name for value in owner.values}
         self._keeps = [(name, path) for name, path in self._reads if name not in dropped] if self._runs_again else []
         self._keeps = self._keeps[1:] if self._defers else self._keeps
 
@@ -268,12 +268,12 @@ class _WatchedForward:
         record = self.owner.record
         if record is None:
             return self.target(*args, **kwargs)
-        known: dict[int, _Origin | None] = {}
+        known_origins: dict[int, _Origin | None] = {}
         for name, path in self._reads:
             origins = record.origins.get(name, {})
             for tensor in list_tensors(_follow(path, args, kwargs)):
                 at = _storage(tensor)
-                known[at] = known.get(at) or origins.get(at)
+                known_origins[at] = known_origins.get(at) or origins.get(at)
         for name, path in self._keeps:
             record.keep(name, _follow(path, args, kwargs))
         flags = tuple(t.requires_grad for t in list_tensors((args, kwargs))) if self._runs_again else ()
@@ -283,13 +283,13 @@ class _WatchedForward:
             if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
                 return self.owner.pack(tensor)  # strides alone do not describe it
             at = _storage(tensor)
-            if at not in known and self._runs_again:
+            if at not in known_origins and self._runs_again:
                 handle = record.drop_inner(self.name, flags)
                 if not self._drops_value:  # it may be the result, which is kept
                     handle.tensor = tensor
                     undecided.append(handle)
                 return handle
-            origin = known.get(at)
+            origin = known_origins.get(at)
             if origin is None or origin.dtype != tensor.dtype:
                 return self.owner.pack(tensor)
             return record.drop_value(origin, tensor)
@@ -303,7 +303,7 @@ class _WatchedForward:
                 record.keep_inner(handle)
             else:
                 handle.tensor = None
-        self._note_origins(record, result, known)
+        self._note_origins(record, result, known_origins)
         return result
 
     @contextmanager
@@ -324,23 +324,23 @@ class _WatchedForward:
         finally:
             deferred.hold_dropped = None
 
-    def _unpack(self, kept: Any) -> Tensor:
-        return kept.record.tensor_of(kept) if isinstance(kept, DroppedTensor) else self.owner.unpack(kept)
+    def _unpack(self, handle: Any) -> Tensor:
+        return handle.record.tensor_of(handle) if isinstance(handle, DroppedTensor) else self.owner.unpack(handle)
 
-    def _note_origins(self, record: MicrobatchRecord, result: Any, known: dict[int, _Origin | None]) -> None:
+    def _note_origins(self, record: MicrobatchRecord, result: Any, known_origins: dict[int, _Origin | None]) -> None:
         """Note in whose memory the results lie: that of a dropped value, or memory that is dropped here."""
-        found: dict[int, _Origin] = {}
+        new_origins: dict[int, _Origin] = {}
         for index, tensor in enumerate(list_tensors(result)):
             if tensor.layout is not torch.strided:
                 continue
             at = _storage(tensor)
-            origin = known.get(at)
-            if origin is None and at not in known and self._drops_value:
-                origin = found.get(at) or _Origin(self.name, index, int(tensor.storage_offset()), tensor.dtype)
+            origin = known_origins.get(at)
+            if origin is None and at not in known_origins and self._drops_value:
+                origin = new_origins.get(at) or _Origin(self.name, index, int(tensor.storage_offset()), tensor.dtype)
             if origin is not None:
-                found[at] = origin
-        if found:
-            record.origins[self.name] = found
+                new_origins[at] = origin
+        if new_origins:
+            record.origins[self.name] = new_origins
 
 
 def _storage(tensor: Tensor) -> int:
@@ -354,11 +354,11 @@ def _find_reads(node: fx.Node) -> Iterator[tuple[str, tuple[Any, ...]]]:
         if isinstance(value, fx.Node):
             yield value.name, path
         elif isinstance(value, (list, tuple)):
-            for i, each in enumerate(value):
-                yield from walk(each, (*path, i))
+            for i, item in enumerate(value):
+                yield from walk(item, (*path, i))
         elif isinstance(value, dict):
-            for key, each in value.items():
-                yield from walk(each, (*path, key))
+            for key, item in value.items():
+                yield from walk(item, (*path, key))
         elif isinstance(value, slice):
             for name in ("start", "stop", "step"):
                 yield from walk(getattr(value, name), (*path, name))

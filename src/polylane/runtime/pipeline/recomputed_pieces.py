@@ -57,15 +57,15 @@ def cut_pieces(graph: fx.Graph, dropped: Set[str], values: Set[str], inner: Set[
         values: names of the nodes whose results are asked for.
         inner: names of those of which is asked for what they save besides.
     """
-    again = set(values) | set(inner)
+    repeated_names = set(values) | set(inner)
     wired = nx.Graph()
     for node in reversed(graph.nodes):
-        if node.name in again:
+        if node.name in repeated_names:
             wired.add_node(node.name)
-            for each in _inputs_again(node):
-                if each.name in dropped:
-                    again.add(each.name)
-                    wired.add_edge(node.name, each.name)
+            for source in _inputs_again(node):
+                if source.name in dropped:
+                    repeated_names.add(source.name)
+                    wired.add_edge(node.name, source.name)
     order = {node.name: i for i, node in enumerate(graph.nodes)}
     groups = sorted(nx.connected_components(wired), key=lambda names: min(order[name] for name in names))
     return tuple(_cut_piece(graph, frozenset(names), dropped, values, inner) for names in groups)
@@ -73,20 +73,20 @@ def cut_pieces(graph: fx.Graph, dropped: Set[str], values: Set[str], inner: Set[
 
 def _cut_piece(graph: fx.Graph, names: frozenset[str], dropped: Set[str], values: Set[str], inner: Set[str]) -> Piece:
     body = [node for node in graph.nodes if node.name in names]
-    made = {node for node in body if node.name in dropped}
-    piece, found = fx.Graph(), dict[fx.Node, fx.Node]()
+    dropped_nodes = {node for node in body if node.name in dropped}
+    piece, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     # Placeholders first, in the order in which the piece reads them; a node's kept result is an input, too.
     for node in body:
-        for each in _inputs_again(node):
-            if each not in made and each not in found:
-                found[each] = piece.placeholder(f"kept_{each.name}")
-    inputs, calls, results = tuple(node.name for node in found), list[_SavingCall](), dict[str, fx.Node]()
+        for source in _inputs_again(node):
+            if source not in dropped_nodes and source not in copies:
+                copies[source] = piece.placeholder(f"kept_{source.name}")
+    inputs, calls, results = tuple(node.name for node in copies), list[_SavingCall](), dict[str, fx.Node]()
     for node in body:
         copied = piece.create_node(
             "call_function",
             node.target,
-            fx.map_arg(without_effect(node), found.__getitem__),
-            fx.map_arg(dict(node.kwargs), found.__getitem__),
+            fx.map_arg(without_effect(node), copies.__getitem__),
+            fx.map_arg(dict(node.kwargs), copies.__getitem__),
             name=node.name,
         )
         copied.meta = {"name": node.meta["name"]}
@@ -94,8 +94,8 @@ def _cut_piece(graph: fx.Graph, names: frozenset[str], dropped: Set[str], values
             call = _SavingCall(node)
             copied.target = call
             calls.append(call)
-        if node in made:
-            found[node] = copied
+        if node in dropped_nodes:
+            copies[node] = copied
         if node.name in values:
             results[node.name] = copied
     piece.output(tuple(results.values()))
@@ -105,9 +105,9 @@ def _cut_piece(graph: fx.Graph, names: frozenset[str], dropped: Set[str], values
 
 def _inputs_again(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that a node's second run reads."""
-    found: dict[fx.Node, None] = {}
-    fx.map_arg((without_effect(node), dict(node.kwargs)), lambda each: found.setdefault(each))
-    return list(found)
+    inputs: dict[fx.Node, None] = {}
+    fx.map_arg((without_effect(node), dict(node.kwargs)), lambda source: inputs.setdefault(source))
+    return list(inputs)
 
 
 class _SavingCall:
@@ -149,7 +149,7 @@ class _SavingCall:
         return map_tensors(Tensor.detach, result)
 
 
-def _never_unpack(kept: Any) -> Tensor:
+def _never_unpack(handle: Any) -> Tensor:
     raise AssertionError("a recomputed operator has no backward pass of its own")
 
 
@@ -171,5 +171,5 @@ def list_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
-        return [tensor for each in value for tensor in list_tensors(each)]
-    return [tensor for each in value.values() for tensor in list_tensors(each)] if isinstance(value, dict) else []
+        return [tensor for item in value for tensor in list_tensors(item)]
+    return [tensor for item in value.values() for tensor in list_tensors(item)] if isinstance(value, dict) else []

@@ -23,10 +23,10 @@ def blame_on_values(batch: str, failed: ActionFailed) -> Exception:
     cause = failed.cause
     if cause is None or not _is_about_values(cause):
         return failed
-    where = describe_place(failed.stage, failed.microbatch, failed.module, failed.source)
-    said = " ".join(str(cause).split()).rstrip(".")
+    site = describe_place(failed.stage, failed.microbatch, failed.module, failed.source)
+    text = " ".join(str(cause).split()).rstrip(".")
     error = PolylaneError(
-        f"{batch}: a number of the batch is past what the model has{where}: {type(cause).__name__}: {said}; see labels "
+        f"{batch}: a number of the batch is past what the model has{site}: {type(cause).__name__}: {text}; see labels "
         "and indices of this batch against the number of classes, or of rows"
     )
     error.__cause__ = cause

@@ -56,7 +56,7 @@ class RunningStatistics:
     def move(
         self,
         tensors: Mapping[tuple[str, Any], Tensor],
-        kept: Mapping[int, Kept],
+        statistics: Mapping[int, Kept],
         microbatches: int,
         sum_replicas: Callable[[Tensor], Tensor],
     ) -> None:
@@ -64,7 +64,7 @@ class RunningStatistics:
 
         Args:
             tensors: this worker's tensors by role, with its shards of the buffers.
-            kept: by microbatch of this replica, the statistics of its normalizations.
+            statistics: by microbatch of this replica, the statistics of its normalizations.
             microbatches: number of microbatches that have samples, over all replicas; these are the first ones.
             sum_replicas: sums a tensor over the replicas, in place.
         """
@@ -72,12 +72,12 @@ class RunningStatistics:
         sizes = [buffer.numel() for buffer in buffers]
         # Float64 loses nothing of any dtype that statistics are kept in.
         rows = torch.zeros(microbatches, sum(sizes), dtype=torch.float64, device=buffers[0].device)
-        for microbatch, found in kept.items():
-            rows[microbatch] = torch.cat([each.flatten().double() for pair in found for each in pair])
+        for microbatch, pairs in statistics.items():
+            rows[microbatch] = torch.cat([tensor.flatten().double() for pair in pairs for tensor in pair])
         rows = sum_replicas(rows.flatten()).view_as(rows)
         momenta = [norm.momentum for norm in self.norms for _ in range(2)]
         for row in rows:
-            for buffer, own, momentum in zip(buffers, row.split(sizes), momenta, strict=True):
-                move_statistics(buffer, own.view_as(buffer), momentum)
+            for buffer, statistic, momentum in zip(buffers, row.split(sizes), momenta, strict=True):
+                move_statistics(buffer, statistic.view_as(buffer), momentum)
         for name, by in self.counters.items():
-            tensors["buffer", name].add_(by * (microbatches - len(kept)))
+            tensors["buffer", name].add_(by * (microbatches - len(statistics)))

@@ -109,8 +109,8 @@ def is_witnessed(program: Program, step: int, microbatches: int, samples: int, i
 
 def gather_flat(transport: Transport, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
     """Gather a tensor of one dimension from every rank of a group; lengths may differ."""
-    own = torch.tensor([tensor.numel()], device=tensor.device)
-    sizes = transport.all_gather(own, ranks).wait().tolist()
+    length = torch.tensor([tensor.numel()], device=tensor.device)
+    sizes = transport.all_gather(length, ranks).wait().tolist()
     return list(transport.all_gather(tensor.flatten(), ranks, sizes).wait().split(sizes))
 
 
@@ -131,22 +131,22 @@ def check_calls(code: fx.Graph, records: Sequence[WitnessedCall], gather: Gather
     calls: dict[str, list[WitnessedCall]] = {}
     for record in records:
         calls.setdefault(record.node.name, []).append(record)
-    for name, own in calls.items():
+    for name, node_records in calls.items():
         # Batch normalization takes statistics of a microbatch over all replicas, so each microbatch is its own whole.
         normalizes = bool(getattr(getattr(nodes[name].target, "own", None), "normalizes", False))
-        for group in [[r] for r in own] if normalizes else [own]:
+        for group in [[r] for r in node_records] if normalizes else [node_records]:
             try:
                 unlike = _Comparison(nodes[name], group, gather, mean).find_difference()
             except (PolylaneError, *OTHERS_FAILED):
                 raise
             except Exception as error:
-                module = f"{own[0].node.module or 'the model'}{format_line(own[0].node.source)}"
+                module = f"{node_records[0].node.module or 'the model'}{format_line(node_records[0].node.source)}"
                 raise PolylaneError(
                     f"per_sample={plan}: {module} cannot be watched, for it does not run in float64 "
                     f"({reason_of(error)}): leave it out of per_sample"
                 ) from error
             if unlike:
-                raise PolylaneError(_describe_dependence(own[0], unlike, plan, len(own)))
+                raise PolylaneError(_describe_dependence(node_records[0], unlike, plan, len(node_records)))
 
 
 def _describe_dependence(record: WitnessedCall, unlike: str, plan: str, microbatches: int) -> str:
@@ -176,18 +176,18 @@ class _Comparison:
         # Padding samples take part in the collective sums of a module that normalizes, but not in the comparison.
         self._parts = [(r, run_passes(self._part_call(r))) for r in records]
         self._counting = [(r, passes) for r, passes in self._parts if r.part.weight]
-        own = torch.tensor([sum(r.part.samples for r, _ in self._counting), len(self._counting)], dtype=torch.float64)
-        self._samples, self._calls = map(int, self._sum_replicas(own).tolist())
+        sizes = torch.tensor([sum(r.part.samples for r, _ in self._counting), len(self._counting)], dtype=torch.float64)
+        self._samples, self._calls = map(int, self._sum_replicas(sizes).tolist())
 
     def find_difference(self) -> str:
         """Return what of a sample depends on the others, for the sentence on it; "" if nothing does."""
         call = self._whole_call()
-        whole = run_passes(call)
-        matching = [self._output_matches(i, whole) for i in range(len(self._vals))]
-        made = {i: self._make_gradient(i, like) for i, like in whole.gradients.items()}
+        full_passes = run_passes(call)
+        matching = [self._output_matches(i, full_passes) for i in range(len(self._vals))]
+        gradients = {i: self._make_gradient(i, like) for i, like in full_passes.gradients.items()}
         if not all(matching):
             return "each sample"
-        return "" if find_unequal_gradient(call, whole, made) is None else "the gradient of each sample"
+        return "" if find_unequal_gradient(call, full_passes, gradients) is None else "the gradient of each sample"
 
     def _part_call(self, record: WitnessedCall) -> PythonCall:
         return PythonCall(
@@ -196,22 +196,22 @@ class _Comparison:
 
     def _whole_call(self) -> PythonCall:
         """Return the call on all samples, in the order in which rows are gathered."""
-        first = self._records[0]
-        part = replace(first.part, first=0, samples=self._samples, weight=1, sum_replicas=None, whole=None)
-        tensors = promote_tensors(first.tensors)
+        first_record = self._records[0]
+        part = replace(first_record.part, first=0, samples=self._samples, weight=1, sum_replicas=None, whole=None)
+        tensors = promote_tensors(first_record.tensors)
         for i, dim in enumerate(self._input_dims):
             if dim is not None:
-                own = [promote_tensors([r.tensors[i]])[0] for r, _ in self._counting]
-                tensors[i] = _gather_rows(own, tensors[i], dim, self._gather)
+                parts = [promote_tensors([r.tensors[i]])[0] for r, _ in self._counting]
+                tensors[i] = _gather_rows(parts, tensors[i], dim, self._gather)
         # Of parts with other samples other arguments may have a gradient: those of all count.
         flags = torch.zeros(2, max(len(self._input_dims), len(self._vals)), dtype=torch.float64)
         for record, _ in self._counting:
             flags[0, list(record.differentiable)] = 1
             flags[1, list(record.cotangents)] = 1
         passed, reached = (self._sum_replicas(flags) > 0).tolist()
-        wanted = tuple(i for i, flag in enumerate(passed) if flag)
+        indices = tuple(i for i, flag in enumerate(passed) if flag)
         cotangents = {i: self._make_cotangent(i) for i, flag in enumerate(reached) if flag}
-        return PythonCall(self._target, part, tensors, wanted, first.leaves, cotangents)
+        return PythonCall(self._target, part, tensors, indices, first_record.leaves, cotangents)
 
     def _make_cotangent(self, index: int) -> Tensor:
         """Return the gradient of a result of the call on all samples.
@@ -221,71 +221,71 @@ class _Comparison:
         """
         dim = batch_dimension(self._vals[index])
         like = torch.zeros_like(self._parts[0][1].outputs[index])
-        own = [
+        parts = [
             r.cotangents[index].to(like.dtype) if index in r.cotangents else torch.zeros_like(p.outputs[index])
             for r, p in self._counting
         ]
         if dim is not None:
-            return _gather_rows(own, like.narrow(dim, 0, 0), dim, self._gather)
-        total = self._sum_replicas(sum(own, like))
+            return _gather_rows(parts, like.narrow(dim, 0, 0), dim, self._gather)
+        total = self._sum_replicas(sum(parts, like))
         return total if self._mean else total / self._calls
 
-    def _output_matches(self, index: int, whole: PythonPasses) -> bool:
+    def _output_matches(self, index: int, full_passes: PythonPasses) -> bool:
         """Return whether a result of the parts makes up the whole's.
 
         One with rows must have the same rows; one without is a loss, whose parts add up, weighted by samples if it is a
         mean. Integers without rows are counts or flags, which need not add up.
         """
-        dim, like = batch_dimension(self._vals[index]), whole.outputs[index]
-        own = [passes.outputs[index] for _, passes in self._counting]
+        dim, like = batch_dimension(self._vals[index]), full_passes.outputs[index]
+        parts = [passes.outputs[index] for _, passes in self._counting]
         if dim is not None:
-            return equal_within(like, _gather_rows(own, like.narrow(dim, 0, 0), dim, self._gather))
+            return equal_within(like, _gather_rows(parts, like.narrow(dim, 0, 0), dim, self._gather))
         if not like.is_floating_point():
             return True
         share = [r.part.samples / self._samples if self._mean else 1.0 for r, _ in self._counting]
-        total = sum((s * x for s, x in zip(share, own, strict=True)), torch.zeros_like(like))
+        total = sum((s * x for s, x in zip(share, parts, strict=True)), torch.zeros_like(like))
         return equal_within(like, self._sum_replicas(total))
 
     def _make_gradient(self, index: int, like: Tensor) -> Tensor:
         """Return an argument's gradient, as the parts make it up: rows, or a sum."""
         dim = self._input_dims[index]
-        own = [
+        parts = [
             p.gradients[index] if index in p.gradients else torch.zeros_like(r.tensors[index], dtype=like.dtype)
             for r, p in self._counting
         ]
         if dim is not None:
-            return _gather_rows(own, like.narrow(dim, 0, 0), dim, self._gather)
-        return self._sum_replicas(sum(own, torch.zeros_like(like)))
+            return _gather_rows(parts, like.narrow(dim, 0, 0), dim, self._gather)
+        return self._sum_replicas(sum(parts, torch.zeros_like(like)))
 
     def _sum_replicas(self, tensor: Tensor) -> Tensor:
-        own = tensor.to(self._records[0].tensors[0].device) if self._records[0].tensors else tensor
-        return torch.stack([each.view_as(own) for each in self._gather(own.flatten())]).sum(0)
+        summand = tensor.to(self._records[0].tensors[0].device) if self._records[0].tensors else tensor
+        return torch.stack([flat.view_as(summand) for flat in self._gather(summand.flatten())]).sum(0)
 
 
-def _gather_rows(own: Sequence[Tensor], like: Tensor, dim: int, gather: Gather) -> Tensor:
+def _gather_rows(parts: Sequence[Tensor], like: Tensor, dim: int, gather: Gather) -> Tensor:
     """Gather all samples' rows along a dimension, replica by replica, microbatch by microbatch in each.
 
     This is not the order of the batch, which does not matter: inputs and outputs are gathered in the same order.
 
     Args:
-        own: this replica's rows of each microbatch that it has samples of.
+        parts: this replica's rows of each microbatch that it has samples of.
         like: a tensor with the same sizes of the other dimensions.
         dim: the dimension of the samples.
         gather: gathers a tensor of one dimension from every replica.
     """
     if isinstance(like, SampleList):
-        lists = torch.cat([part for part in own if isinstance(part, SampleList)]) if own else like[:0]
+        lists = torch.cat([part for part in parts if isinstance(part, SampleList)]) if parts else like[:0]
         return _gather_lists(lists, like, gather)
-    rest = [n for d, n in enumerate(like.shape) if d != dim]
-    mine = torch.cat([x.movedim(dim, 0) for x in own]) if own else like.movedim(dim, 0)[:0]
-    every = [each.view(-1, *rest) if each.numel() else mine[:0] for each in gather(mine.contiguous().flatten())]
-    return torch.cat(every).movedim(0, dim)
+    row_shape = [n for d, n in enumerate(like.shape) if d != dim]
+    rows = torch.cat([x.movedim(dim, 0) for x in parts]) if parts else like.movedim(dim, 0)[:0]
+    all_rows = [flat.view(-1, *row_shape) if flat.numel() else rows[:0] for flat in gather(rows.contiguous().flatten())]
+    return torch.cat(all_rows).movedim(0, dim)
 
 
-def _gather_lists(own: Tensor, like: SampleList, gather: Gather) -> Tensor:
+def _gather_lists(lists: Tensor, like: SampleList, gather: Gather) -> Tensor:
     """Gather the samples of lists, replica by replica."""
-    entries = own.entries if isinstance(own, SampleList) else []
-    data = gather(torch.frombuffer(bytearray(encode(entries)), dtype=torch.uint8).to(own.device))
-    rows = gather(own.as_subclass(Tensor))
-    every = zip(data, rows, strict=True)
-    return torch.cat([SampleList.of(decode(d.cpu().numpy().tobytes()), like.kind, r) for d, r in every])
+    entries = lists.entries if isinstance(lists, SampleList) else []
+    data = gather(torch.frombuffer(bytearray(encode(entries)), dtype=torch.uint8).to(lists.device))
+    rows = gather(lists.as_subclass(Tensor))
+    pairs = zip(data, rows, strict=True)
+    return torch.cat([SampleList.of(decode(d.cpu().numpy().tobytes()), like.kind, r) for d, r in pairs])

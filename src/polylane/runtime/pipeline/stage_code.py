@@ -43,16 +43,16 @@ class PythonCallWatch:
         self.records: list[WitnessedCall] | None = None  # calls in the forward passes of a step that is checked
         self._placed = ExitStack()  # of the tensors of a module whose call is in its backward pass
 
-    def watch_backward(self, node: Node, result: Any, arguments: Any, place: Callable[[], Any] = nullcontext) -> None:
+    def watch_backward(self, node: Node, result: Any, arguments: Any, context: Callable[[], Any] = nullcontext) -> None:
         """Register hooks by which ``node`` is the current one from the gradient of its result to its arguments'.
 
-        ``place`` returns a context manager, which is entered for that time.
+        ``context`` returns a context manager, which is entered for that time.
         """
 
         def begin(_: Any) -> None:
             self.leave()
             self.current_node = node
-            self._placed.enter_context(place())
+            self._placed.enter_context(context())
 
         def end(_: Any) -> None:
             if self.current_node is node:
@@ -89,9 +89,9 @@ class WatchedCall:
         call = unwrap_settings(target)
         while not isinstance(call, LeafCall) and hasattr(call, "target"):  # wrapped with keys for random numbers
             call = unwrap_settings(call.target)
-        own = isinstance(call, LeafCall) and not call.normalizes
+        is_checked = isinstance(call, LeafCall) and not call.normalizes
         self.leaf = call if isinstance(call, LeafCall) else None
-        self.buffers = slice(len(call.parameters), len(call.parameters) + len(call.buffers)) if own else slice(0)
+        self.buffers = slice(len(call.parameters), len(call.parameters) + len(call.buffers)) if is_checked else slice(0)
 
     def _refuse_write(self, part: SampleSlice) -> None:
         """Refuse a write to a buffer that one device would make once for the whole batch.
@@ -110,9 +110,9 @@ class WatchedCall:
         part, tensors = args
         record = None if self.watch.records is None else record_call(self.node, part, tensors)
         # Every in-place write raises a tensor's version counter.
-        before = [buffer._version for buffer in tensors[self.buffers]]
+        versions = [buffer._version for buffer in tensors[self.buffers]]
         result = self.target(*args, **kwargs)
-        if before != [buffer._version for buffer in tensors[self.buffers]]:
+        if versions != [buffer._version for buffer in tensors[self.buffers]]:
             self._refuse_write(part)
         if record is not None:
             self.watch.records.append(record)  # type: ignore[union-attr]
@@ -120,8 +120,8 @@ class WatchedCall:
         # Tensors that a leaf passed on are not the module's own: these are put in place for its backward pass, too. The
         # call's other tensors are activations, which nobody keeps for that.
         leaf = self.leaf
-        place = nullcontext if leaf is None else partial(leaf.tensors_in_place, tensors[: leaf.own_tensors])
-        self.watch.watch_backward(self.node, result, (args, kwargs), place)
+        context = nullcontext if leaf is None else partial(leaf.tensors_in_place, tensors[: leaf.own_tensors])
+        self.watch.watch_backward(self.node, result, (args, kwargs), context)
         return result
 
 
@@ -182,10 +182,10 @@ class StageHooks:
         """Return what autograd is to keep in place of a tensor that it saves in a forward pass."""
         return tensor
 
-    def unpack_saved(self, kept: Any) -> Tensor:
+    def unpack_saved(self, handle: Any) -> Tensor:
         """Return the tensor for which :meth:`pack_saved` returned this."""
-        found: Tensor = kept
-        return found
+        tensor: Tensor = handle
+        return tensor
 
 
 def extract_stage(
@@ -214,15 +214,15 @@ def extract_stage(
     graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
     source = partition.graph.code.fx
     body = [n for n in source.nodes if n.op == "call_function" and n.meta["name"] in chosen]
-    inside = set(body)
+    members = set(body)
     loss: list[fx.Node] = []
     if stage == partition.loss_stage:
         loss = list(source.output_node().args[0])  # type: ignore[arg-type]
     # Arguments are what the body reads from outside of it: parameters, inputs, and values of other stages.
-    wanted = dict.fromkeys(i for n in body for i in n.all_input_nodes if i not in inside)
-    wanted |= dict.fromkeys(n for n in loss if n not in inside)
+    arguments = dict.fromkeys(i for n in body for i in n.all_input_nodes if i not in members)
+    arguments |= dict.fromkeys(n for n in loss if n not in members)
     for node in source.nodes:  # in the graph's own order
-        if node in wanted:
+        if node in arguments:
             role = node.meta["role"] if node.op == "placeholder" else ("value", node.meta["name"])
             values[node] = copied = graph.placeholder(node.name)
             copied.meta = {**node.meta, "role": role}
@@ -238,9 +238,11 @@ def extract_stage(
         by_name[node.meta["name"]] = copied
     graph.output((*[by_name[name] for name in outputs], *[values[n] for n in loss]))
     groups = _defer_weights(graph, partition) if splits_backward else ()
-    again = Recomputation(graph, dropped, hooks.pack_saved, hooks.unpack_saved, chosen)
-    run, lines, file = _compile_graph(graph, f"stage {stage}", chosen, hooks, again, device if compiles else None)
-    return StageCode(run, _roles(graph), outputs, bool(loss), lines, file, graph, watch, again, groups)
+    recomputation = Recomputation(graph, dropped, hooks.pack_saved, hooks.unpack_saved, chosen)
+    run, lines, file = _compile_graph(
+        graph, f"stage {stage}", chosen, hooks, recomputation, device if compiles else None
+    )
+    return StageCode(run, _roles(graph), outputs, bool(loss), lines, file, graph, watch, recomputation, groups)
 
 
 def _roles(graph: fx.Graph) -> tuple[tuple[str, Any], ...]:
@@ -303,17 +305,17 @@ class LocalStageCode:
         formula = self.layout.formula(samples, open_sizes)
         if formula is None:
             return self._compile(self._rewrite(*self.layout.at(samples, open_sizes), samples, open_sizes))
-        known = self._written.setdefault(samples, [])
-        for each in known:
-            if each.admits((samples, *open_sizes)):
-                return each.code
+        sized_codes = self._written.setdefault(samples, [])
+        for sized_code in sized_codes:
+            if sized_code.admits((samples, *open_sizes)):
+                return sized_code.code
         traced = formula.trace_at((samples, *open_sizes))
         graph = self._rewrite(traced.calls, traced.splits, samples, traced.trace.sizes[1:])
         traced.trace.close()
         write_sizes(graph)
-        known.insert(0, _SizedCode(traced.trace.compile_guards(), self._compile(graph)))
-        del known[_SIZED_KEPT:]
-        return known[0].code
+        sized_codes.insert(0, _SizedCode(traced.trace.compile_guards(), self._compile(graph)))
+        del sized_codes[_SIZED_KEPT:]
+        return sized_codes[0].code
 
     def _rewrite(
         self,
@@ -339,9 +341,9 @@ class LocalStageCode:
     def _compile(self, graph: fx.Graph) -> StageCode:
         groups = _defer_weights(graph, self.partition) if self.splits_backward else ()
         nodes = {node.name: node for node in self.partition.graph.nodes}
-        again = Recomputation(graph, self.dropped, self.hooks.pack_saved, self.hooks.unpack_saved, nodes)
+        recomputation = Recomputation(graph, self.dropped, self.hooks.pack_saved, self.hooks.unpack_saved, nodes)
         label = f"a rank's part of {self.whole.file}"
-        run, lines, file = _compile_graph(graph, label, nodes, self.hooks, again, self.compiled_for)
+        run, lines, file = _compile_graph(graph, label, nodes, self.hooks, recomputation, self.compiled_for)
         return replace(
             self.whole,
             run=run,
@@ -349,7 +351,7 @@ class LocalStageCode:
             nodes_by_line=lines,
             file=file,
             graph=graph,
-            recomputation=again,
+            recomputation=recomputation,
             weight_groups=groups,
         )
 
@@ -359,14 +361,14 @@ def _compile_graph(
     label: str,
     chosen: Mapping[str, Node],
     hooks: StageHooks,
-    again: Recomputation,
+    recomputation: Recomputation,
     compiled_for: torch.device | None = None,
 ) -> tuple[Callable[..., Any], dict[int, Node], str]:
     """Compile a graph's Python source under a unique file name, so that an error's line identifies the node.
 
     With ``compiled_for`` runs of torch operators are compiled by inductor for that device, and called as one.
     """
-    with hooks.insert_gates(graph), again.watching_calls():
+    with hooks.insert_gates(graph), recomputation.watching_calls():
         code = generate_code(graph if compiled_for is None else with_compiled_regions(graph, compiled_for), label)
         # A gate, or a size, is none of the graph's own nodes.
         lines = {line: chosen[n.meta["name"]] for line, n in code.nodes_by_line.items() if n.meta.get("name") in chosen}

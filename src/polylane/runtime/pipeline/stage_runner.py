@@ -113,10 +113,10 @@ class StageRunner:
             for name, value in values.items()
         }
         code = self.code_for(part.samples)
-        groups, again = code.weight_groups if in_halves else (), code.recomputation
+        groups, recomputation = code.weight_groups if in_halves else (), code.recomputation
         self.recording = deferred = DeferredGradients(groups) if groups and torch.is_grad_enabled() else None
         try:
-            recording = again.recording(self.precision_context) if again.again else nullcontext()
+            recording = recomputation.recording(self.precision_context) if recomputation.again else nullcontext()
             with self.precision_context(), self.hooks.forward(), recording:
                 result = self.run_code(inputs, leaves, part)
         finally:

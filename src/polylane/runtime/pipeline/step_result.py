@@ -118,8 +118,8 @@ class StepState:
         """Return [total, count, *numbers] as a float64 tensor on a device, where some may be scalars; nobody waits."""
         if device.type == "cpu":
             return torch.cat([self.sums(device), torch.tensor(numbers, dtype=torch.float64)])
-        known = [0.0 if isinstance(number, Tensor) else number for number in numbers]
-        vector = torch.tensor(known, dtype=torch.float64, device=device)
+        values = [0.0 if isinstance(number, Tensor) else number for number in numbers]
+        vector = torch.tensor(values, dtype=torch.float64, device=device)
         for at, number in enumerate(numbers):
             if isinstance(number, Tensor):
                 vector[at] = number
@@ -258,9 +258,9 @@ def gather_result(
     if gather:
         # Shifted to rank 0's clock before they are summed, so that all lanes have one origin.
         begin = sum(len(program.actions) for program in programs[: transport.rank])
-        place = {action: begin + i for i, action in enumerate(programs[transport.rank].actions)}
+        positions = {action: begin + i for i, action in enumerate(programs[transport.rank].actions)}
         for span in (timed.resolve() for timed in state.spans):
-            at = NUMBERS * place[span.action]
+            at = NUMBERS * positions[span.action]
             numbers[at : at + NUMBERS] = span.start - ahead, span.end - ahead, span.waited, span.bytes
     vector = state.to_vector([state.changes, *digests, *numbers], device)
     pending = transport.all_reduce(vector, ranks) if len(ranks) > 1 else None
@@ -271,8 +271,8 @@ def gather_result(
 
 def align_clocks(steps: Sequence[Sequence[TimedSpan]], ahead: float) -> list[Span]:
     """Shift the spans of several steps to rank 0's clock; ``ahead``: seconds that this worker's is ahead of it."""
-    known = [timed.resolve() for spans in steps for timed in spans]
-    return [replace(span, start=span.start - ahead, end=span.end - ahead) for span in known]
+    resolved_spans = [timed.resolve() for spans in steps for timed in spans]
+    return [replace(span, start=span.start - ahead, end=span.end - ahead) for span in resolved_spans]
 
 
 def merge_timelines(lanes: Sequence[Sequence[Span]], workers: int) -> Timeline:

@@ -42,8 +42,8 @@ class _WeightRecord:
 
     def compute(self) -> list[Tensor]:
         """Return the gradients of the call's weight, and of its bias if it has one."""
-        found = self.call.formula.gradients(self.gradient, self.kept, self.weight)
-        return [gradient for gradient in found if gradient is not None]
+        gradients = self.call.formula.gradients(self.gradient, self.kept, self.weight)
+        return [gradient for gradient in gradients if gradient is not None]
 
 
 class DeferredGradients:
@@ -107,11 +107,11 @@ class DeferredGradients:
             if into is not None:
                 assert call.formula.add is not None
                 of_bias = call.formula.add(record.gradient, record.kept, into)
-                found = [] if of_bias is None else [of_bias]
+                gradients = [] if of_bias is None else [of_bias]
             else:
-                found = record.compute()
+                gradients = record.compute()
             for slot in call.slots[into is not None :]:
-                self._add(slot, found, sums, pending)
+                self._add(slot, gradients, sums, pending)
         self.values.clear()
 
     def _accumulated(
@@ -133,16 +133,18 @@ class DeferredGradients:
         flat = value.dim() != 2 or record.kept.dim() < 2 or value.shape != record.weight.shape
         return None if flat or not alone or hooked or len(kinds) > 1 else value.grad
 
-    def _add(self, slot: int, found: list[Tensor], sums: dict[int, dict[int, Tensor]], pending: Counter[int]) -> None:
+    def _add(
+        self, slot: int, gradients: list[Tensor], sums: dict[int, dict[int, Tensor]], pending: Counter[int]
+    ) -> None:
         """Add the first of some gradients, taken from their list, to its weight value's sum.
 
         The last one of a group sends the group's on; nobody else may refer to it then, or autograd would copy it.
         """
-        group, value, gradient = self.groups[slot], self.values[slot], found.pop(0)
+        group, value, gradient = self.groups[slot], self.values[slot], gradients.pop(0)
         if value is not None:  # else it is frozen
             gradient = gradient.sum_to_size(value.shape).to(value.dtype)
-            own = sums[group]
-            own[slot] = own[slot] + gradient if slot in own else gradient
+            group_sums = sums[group]
+            group_sums[slot] = group_sums[slot] + gradient if slot in group_sums else gradient
         del gradient
         pending[group] -= 1
         if pending[group] == 0 and (complete := sums.pop(group)):
@@ -152,19 +154,19 @@ class DeferredGradients:
         """Have autograd accumulate the gradients of a group: of parameters, or of what is computed from them."""
         slots = list(complete)
         values = [value for slot in slots if (value := self.values[slot]) is not None]
-        (first, *others) = values
-        if others or not first.is_leaf or first.grad is not None or first._backward_hooks:
+        (first_value, *other_values) = values
+        if other_values or not first_value.is_leaf or first_value.grad is not None or first_value._backward_hooks:
             torch.autograd.backward(values, [complete.pop(slot) for slot in slots])
             return
         # autograd copies a first gradient that somebody else refers to: a hook gives it the only reference. The stub
         # takes no memory.
         gradient = complete.pop(slots[0])
         stub = gradient.new_zeros(()).expand_as(gradient)
-        own = [gradient]
+        holder = [gradient]
         del gradient
-        handle = first.register_hook(lambda _: own.pop())
+        handle = first_value.register_hook(lambda _: holder.pop())
         try:
-            torch.autograd.backward([first], [stub])
+            torch.autograd.backward([first_value], [stub])
         finally:
             handle.remove()
 
@@ -194,33 +196,33 @@ class DeferredCall:
     def __call__(self, deferred: DeferredGradients | None, *args: Any, **kwargs: Any) -> Tensor:
         if deferred is None or deferred.values[self.slots[0]] is None:
             return self.target(*args, **kwargs)
-        operand = kept = operand_at(args, self.formula.kept)
-        if self.formula.is_product and torch.is_autocast_enabled(kept.device.type) and kept.dtype != torch.float64:
+        operand = value = operand_at(args, self.formula.kept)
+        if self.formula.is_product and torch.is_autocast_enabled(value.device.type) and value.dtype != torch.float64:
             # Cast here what autocast would cast in the operator, and keep the narrower tensor as autograd does.
-            kept = kept.to(torch.get_autocast_dtype(kept.device.type))
-            args = _replace_operand(args, self.formula.kept, kept)
+            value = value.to(torch.get_autocast_dtype(value.device.type))
+            args = _replace_operand(args, self.formula.kept, value)
         result = self.target(*args, **kwargs)
         if not result.requires_grad:
             result = _require_gradient(result)
-        weight, again = operand_at(args, self.formula.weight), None
+        weight, getter = operand_at(args, self.formula.weight), None
         if deferred.hold_dropped is not None:
-            again = deferred.hold_dropped(operand)
-        dtype, version = kept.dtype, kept._version
-        held = kept.detach() if again is None else None
-        del kept, operand, args  # the hook below must not hold what is dropped
+            getter = deferred.hold_dropped(operand)
+        dtype, version = value.dtype, value._version
+        saved_value = value.detach() if getter is None else None
+        del value, operand, args  # the hook below must not hold what is dropped
 
         def record(gradients: tuple[Tensor | None, ...]) -> None:
             gradient = gradients[0]
             # A gradient that the user's own Python takes of this value on the way is not one of the weights.
             if gradient is None or not deferred.is_recording:
                 return
-            if held is None:
-                assert again is not None
-                deferred.record(_WeightRecord(self, again().to(dtype), weight, gradient))
+            if saved_value is None:
+                assert getter is not None
+                deferred.record(_WeightRecord(self, getter().to(dtype), weight, gradient))
                 return
-            if held._version != version:
+            if saved_value._version != version:
                 raise RuntimeError(f"{self.label} needs its input for the gradient of its weight: it was written to")
-            deferred.record(_WeightRecord(self, held, weight, gradient))
+            deferred.record(_WeightRecord(self, saved_value, weight, gradient))
 
         assert result.grad_fn is not None
         result.grad_fn.register_prehook(record)
@@ -228,9 +230,9 @@ class DeferredCall:
 
 
 def _replace_operand(args: tuple[Any, ...], position: Position, value: Tensor) -> tuple[Any, ...]:
-    first, *rest = position
-    new = [*args[first][: rest[0]], value, *args[first][rest[0] + 1 :]] if rest else value
-    return (*args[:first], new, *args[first + 1 :])
+    index, *inner_indices = position
+    new = [*args[index][: inner_indices[0]], value, *args[index][inner_indices[0] + 1 :]] if inner_indices else value
+    return (*args[:index], new, *args[index + 1 :])
 
 
 def _require_gradient(result: Tensor) -> Tensor:

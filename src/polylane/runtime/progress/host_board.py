@@ -188,15 +188,15 @@ class HostBoard:
         with self._lock:
             self._count += 1
             post, judge = replace(self._post, number=self._count), self._judge
-        own, every = self._board.own, range(len(self._board.hosts))
-        store.set(f"{own}", post.to_bytes(self._place(own), self._board.secret))
-        wanted = [host for host in (every if judge == own else range(judge + 1)) if host != own]
-        self._existing |= {host for host in wanted if host not in self._existing and store.check([f"{host}"])}
-        found = [host for host in wanted if host in self._existing]
-        texts = store.multi_get([f"{host}" for host in (*found, own)])
-        self._read(wanted, dict(zip(found, texts, strict=False)))
+        own_host, all_hosts = self._board.own, range(len(self._board.hosts))
+        store.set(f"{own_host}", post.to_bytes(self._place(own_host), self._board.secret))
+        hosts = [host for host in (all_hosts if judge == own_host else range(judge + 1)) if host != own_host]
+        self._existing |= {host for host in hosts if host not in self._existing and store.check([f"{host}"])}
+        existing_hosts = [host for host in hosts if host in self._existing]
+        texts = store.multi_get([f"{host}" for host in (*existing_hosts, own_host)])
+        self._read(hosts, dict(zip(existing_hosts, texts, strict=False)))
 
-    def _read(self, wanted: Sequence[int], texts: dict[int, bytes]) -> None:
+    def _read(self, hosts: Sequence[int], texts: dict[int, bytes]) -> None:
         new = dict[int, HostPost]()
         for host, text in texts.items():
             try:
@@ -210,9 +210,9 @@ class HostBoard:
             if (gap := now - self._answered_at) > GAP_SECONDS:
                 self._heard_at = {host: at + gap for host, at in self._heard_at.items()}
             self._answered_at = now
-            for host in wanted:
-                before = self._posts.get(host, HostPost())
-                if host in new and new[host].number > before.number:
+            for host in hosts:
+                old_post = self._posts.get(host, HostPost())
+                if host in new and new[host].number > old_post.number:
                     self._posts[host] = new[host]
                     self._heard_at[host] = now
                 self._heard_at.setdefault(host, now)

@@ -128,18 +128,18 @@ def make_orders(cards: Sequence[Sequence[Any]], rank: int) -> dict[str, Any]:
         rank: rank of a worker of that host.
     """
     members: dict[str, list[int]] = {}
-    for other, card in enumerate(cards):
-        members.setdefault(card[0], []).append(other)
+    for worker, card in enumerate(cards):
+        members.setdefault(card[0], []).append(worker)
     names = {identity: str(cards[ranks[0]][1]) for identity, ranks in members.items()}
-    alike = {name for name in names.values() if list(names.values()).count(name) > 1}
-    for place, (identity, ranks) in enumerate(members.items()):
-        if names[identity] in alike:
-            names[identity] += f" (node {cards[ranks[0]][2] or place})"
-    own = cards[rank][0]
+    duplicates = {name for name in names.values() if list(names.values()).count(name) > 1}
+    for index, (identity, ranks) in enumerate(members.items()):
+        if names[identity] in duplicates:
+            names[identity] += f" (node {cards[ranks[0]][2] or index})"
+    own_identity = cards[rank][0]
     return {
-        "pages": [[other, *cards[other][4:]] for other in members[own]],
+        "pages": [[worker, *cards[worker][4:]] for worker in members[own_identity]],
         "hosts": [[names[identity], ranks] for identity, ranks in members.items()],
-        "own": list(members).index(own),
+        "own": list(members).index(own_identity),
         "name": f"watch/{cards[0][3]}",
     }
 

@@ -81,13 +81,13 @@ class JointWatch(HangWatch):
         verdict = self._find_verdict(heard)
         if not stands_still and verdict is None:
             return
-        seen = self._observer.see()
-        own = self._records(seen)
+        workers = self._observer.see()
+        records = self._records(workers)
         if verdict is not None:
-            self._follow(heard.judge, verdict, seen, own)
+            self._follow(heard.judge, verdict, workers, records)
             return
-        self._board.post(HostPost(ranks=own), hurries=True)
-        self._decide(heard, seen, own)
+        self._board.post(HostPost(ranks=records), hurries=True)
+        self._decide(heard, workers, records)
 
     def end(self, seconds: float) -> None:
         """Tell the other hosts that the workers of this one have ended well.
@@ -98,34 +98,34 @@ class JointWatch(HangWatch):
         if self._is_started:
             self._board.end(seconds)
 
-    def _records(self, seen: Mapping[int, SeenWorker]) -> tuple[RankRecord, ...]:
-        return tuple(abbreviate_lines(each.to_record(self._hang_after)) for each in seen.values())
+    def _records(self, workers: Mapping[int, SeenWorker]) -> tuple[RankRecord, ...]:
+        return tuple(abbreviate_lines(worker.to_record(self._hang_after)) for worker in workers.values())
 
-    def _report(self, seen: Mapping[int, SeenWorker]) -> HangReport:
+    def _report(self, workers: Mapping[int, SeenWorker]) -> HangReport:
         """Return what the workers of this host were doing; who is continued for that is stopped again until its end."""
-        report = self._observer.report(seen, self._on_hang != "wait")
-        for each in seen.values():
-            if self._on_hang != "wait" and each.doing is Doing.STOPPED:
+        report = self._observer.report(workers, self._on_hang != "wait")
+        for worker in workers.values():
+            if self._on_hang != "wait" and worker.doing is Doing.STOPPED:
                 with suppress(ProcessLookupError):
-                    os.kill(each.pid, signal.SIGSTOP)
+                    os.kill(worker.pid, signal.SIGSTOP)
         return report
 
     # ---- judging -----------------------------------------------------------------------------------------------------
 
-    def _decide(self, heard: Heard, seen: Mapping[int, SeenWorker], own: Sequence[RankRecord]) -> None:
+    def _decide(self, heard: Heard, workers: Mapping[int, SeenWorker], records: Sequence[RankRecord]) -> None:
         """Judge what is known, and say it if that is this host's part."""
         is_lost = heard.unanswered > LOST_SECONDS
-        others, silences = self._know(heard, is_lost)
-        parting = judge_calls((*own, *others))
+        other_records, silences = self._know(heard, is_lost)
+        parting = judge_calls((*records, *other_records))
         if parting is not None and (is_lost or heard.judge == self._place.own or self._has_waited()):
             self._lead_calls(parting)
-        judgement = judge((*own, *others), silences)
-        self._forget_named((*own, *others))
+        judgement = judge((*records, *other_records), silences)
+        self._forget_named((*records, *other_records))
         if not judgement.is_hang:
             self._alone_since = None
-            self._note_own(judgement.finding, seen)
+            self._note_own(judgement.finding, workers)
         elif is_lost or heard.judge == self._place.own or self._has_waited():
-            self._lead(judgement, heard, is_lost, seen)
+            self._lead(judgement, heard, is_lost, workers)
 
     def _know(self, heard: Heard, is_lost: bool) -> tuple[list[RankRecord], dict[int, float]]:
         """Return what is known of the workers of other hosts, and by rank of a silent host since when it is silent."""
@@ -141,8 +141,8 @@ class JointWatch(HangWatch):
             elif silence > FRESH_SECONDS or post is None:
                 silences |= dict.fromkeys(host.ranks, silence)
             elif number in heard.silences:  # what it says nothing of goes on
-                said = {each.rank: each for each in post.ranks}
-                records += [said.get(rank, RankRecord(rank)) for rank in host.ranks]
+                record_of = {record.rank: record for record in post.ranks}
+                records += [record_of.get(rank, RankRecord(rank)) for rank in host.ranks]
         return records, silences
 
     def _has_waited(self) -> bool:
@@ -151,27 +151,27 @@ class JointWatch(HangWatch):
         self._alone_since = now if self._alone_since is None else self._alone_since
         return now - self._alone_since > ALONE_SECONDS
 
-    def _note_own(self, finding: Finding, seen: Mapping[int, SeenWorker]) -> None:
+    def _note_own(self, finding: Finding, workers: Mapping[int, SeenWorker]) -> None:
         """Say once what workers of this host do that takes long; other hosts say it of theirs."""
-        own = tuple(rank for rank in finding.culprits if rank in seen)
-        self._note(replace(finding, culprits=own, elsewhere=()), seen)
+        culprits = tuple(rank for rank in finding.culprits if rank in workers)
+        self._note(replace(finding, culprits=culprits, elsewhere=()), workers)
 
     def _forget_named(self, records: Sequence[RankRecord]) -> None:
-        for each in records:
-            if not each.is_hung and time.monotonic() - self._named.get(each.rank, 0.0) > ANSWER_SECONDS:
-                self._named.pop(each.rank, None)
+        for record in records:
+            if not record.is_hung and time.monotonic() - self._named.get(record.rank, 0.0) > ANSWER_SECONDS:
+                self._named.pop(record.rank, None)
 
-    def _lead(self, judgement: StallJudgement, heard: Heard, is_lost: bool, seen: Mapping[int, SeenWorker]) -> None:
+    def _lead(self, judgement: StallJudgement, heard: Heard, is_lost: bool, workers: Mapping[int, SeenWorker]) -> None:
         """Give a verdict, join the answers of all hosts, and say the sentence."""
         if all(rank in self._named for rank in judgement.victims):
             return
         self._named |= dict.fromkeys(judgement.victims, time.monotonic())
         self._count += 1
         verdict = HangVerdict(self._count, judgement.victims, judgement.finding.culprits)
-        post = HostPost(ranks=self._records(seen), verdict=verdict)
+        post = HostPost(ranks=self._records(workers), verdict=verdict)
         if not is_lost:
             self._board.post(post, hurries=True)
-        report = self._report(seen)
+        report = self._report(workers)
         if not is_lost:
             report = join_reports([report, *self._await_answers(verdict.number)])
         sentence = clean_sentence(self._describe(judgement, report, heard, is_lost))  # of others' words, too
@@ -180,7 +180,7 @@ class JointWatch(HangWatch):
         if not is_lost:
             self._board.post(replace(post, verdict=replace(verdict, sentence=report.sentence)), hurries=True)
             time.sleep(SPREAD_SECONDS)
-        self._say_or_end(judgement.victims, report, seen)
+        self._say_or_end(judgement.victims, report, workers)
 
     def _lead_calls(self, parting: Parting) -> None:
         """Give the verdict that calls differ, which needs no answers, and end this host's workers."""
@@ -194,27 +194,27 @@ class JointWatch(HangWatch):
 
     def _await_answers(self, number: int) -> list[HangReport]:
         """Return the reports of the hosts that answer a verdict of this one."""
-        deadline, found = time.monotonic() + ANSWER_SECONDS, dict[int, HangReport]()
+        deadline, reports = time.monotonic() + ANSWER_SECONDS, dict[int, HangReport]()
         while time.monotonic() < deadline:
             heard = self._board.heard()
-            wanted = {host for host, silence in heard.silences.items() if silence < FRESH_SECONDS}
-            for host in wanted - found.keys():
+            hosts = {host for host, silence in heard.silences.items() if silence < FRESH_SECONDS}
+            for host in hosts - reports.keys():
                 answer = heard.posts[host].answer if host in heard.posts else None
                 if answer is not None and (answer.judge, answer.number) == (self._place.own, number):
-                    found[host] = shift_report(answer.report, time.monotonic() - answer.report.now)
-            if wanted <= found.keys() | {host for host in wanted if _has_ended(heard, host)}:
+                    reports[host] = shift_report(answer.report, time.monotonic() - answer.report.now)
+            if hosts <= reports.keys() | {host for host in hosts if _has_ended(heard, host)}:
                 break
             time.sleep(POLL_SECONDS)
-        return [found[host] for host in sorted(found)]
+        return [reports[host] for host in sorted(reports)]
 
     def _describe(self, judgement: StallJudgement, report: HangReport, heard: Heard, is_lost: bool) -> str:
-        finding, ranks = judgement.finding, {each.rank: each for each in report.ranks}
+        finding, ranks = judgement.finding, {entry.rank: entry for entry in report.ranks}
         hosts = {rank: host.name for host in self._place.hosts for rank in host.ranks}
         if not finding.elsewhere:
             return describe_finding(finding, ranks, report.wall, hosts)
         if is_lost:
-            own = self._place.hosts[self._place.own].name
-            return describe_unanswered(finding, ranks, hosts, (own, self._place.store_name, heard.unanswered))
+            host_name = self._place.hosts[self._place.own].name
+            return describe_unanswered(finding, ranks, hosts, (host_name, self._place.store_name, heard.unanswered))
         silences = {self._place.hosts[host].name: silence for host, silence in heard.silences.items()}
         return describe_silence(finding, ranks, hosts, silences)
 
@@ -229,7 +229,7 @@ class JointWatch(HangWatch):
         return verdict if is_new else None
 
     def _follow(
-        self, host: int, verdict: HangVerdict, seen: Mapping[int, SeenWorker], own: Sequence[RankRecord]
+        self, host: int, verdict: HangVerdict, workers: Mapping[int, SeenWorker], records: Sequence[RankRecord]
     ) -> None:
         """Answer a verdict, wait for its sentence, and do here what it says."""
         self._followed[host], self._alone_since = verdict.number, None
@@ -237,28 +237,28 @@ class JointWatch(HangWatch):
             self._end_calls(clean_sentence(verdict.sentence), verdict.victims)
             return
         self._named |= dict.fromkeys(verdict.victims, time.monotonic())  # they need no verdict of this host
-        report = self._report(seen)
+        report = self._report(workers)
         answer = Answer(host, verdict.number, shift_report(report, -report.now))
-        self._board.post(HostPost(ranks=tuple(own), answer=answer), hurries=True)
+        self._board.post(HostPost(ranks=tuple(records), answer=answer), hurries=True)
         deadline = time.monotonic() + 2 * ANSWER_SECONDS
         while not verdict.sentence and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
             posts = self._board.heard().posts
-            if host in posts and (now := posts[host].verdict) is not None and now.number == verdict.number:
-                verdict = now
-        named = [rank for rank in verdict.victims if rank in seen]
+            if host in posts and (update := posts[host].verdict) is not None and update.number == verdict.number:
+                verdict = update
+        named = [rank for rank in verdict.victims if rank in workers]
         if not verdict.sentence:  # the host that judged has ended before it could say it
             if not named:
                 return
-            ranks = {each.rank: each for each in report.ranks}
+            ranks = {entry.rank: entry for entry in report.ranks}
             verdict = replace(verdict, sentence=describe_finding(Finding(tuple(named)), ranks, report.wall))
         report = name_hang(report, clean_sentence(verdict.sentence), verdict.culprits)
-        self._say_or_end(verdict.victims, report, seen)
+        self._say_or_end(verdict.victims, report, workers)
 
-    def _say_or_end(self, victims: Sequence[int], report: HangReport, seen: Mapping[int, SeenWorker]) -> None:
-        own = [rank for rank in victims if rank in seen]
-        if own:
-            self._end(own, report, seen)
+    def _say_or_end(self, victims: Sequence[int], report: HangReport, workers: Mapping[int, SeenWorker]) -> None:
+        own_victims = [rank for rank in victims if rank in workers]
+        if own_victims:
+            self._end(own_victims, report, workers)
         elif waiting := self._describe_waiting(victims[0], report):
             self._say(f"{report.sentence}{waiting}")
         else:

@@ -89,14 +89,14 @@ class SeenWorker:
             host: name of its host.
         """
         frames = find_main_stack(stacks, int(self.notes.worker["thread"]), self.pid)
-        place, doing = find_place(frames, self.notes.codes), self.doing
+        location, doing = find_place(frames, self.notes.codes), self.doing
         # That a script of the user's has called the job says nothing of what the job does.
         if doing is Doing.COMPUTING and any(frame.is_users for frame in called_by_polylane(frames)):
             doing = Doing.IN_USER_CODE
         if doing not in FROZEN and is_at_breakpoint(frames):
             doing = Doing.AT_BREAKPOINT
         if doing is Doing.IN_SCRIPT and (called := find_own_collective(frames)) is not None:
-            place, doing = called, Doing.IN_COLLECTIVE
+            location, doing = called, Doing.IN_COLLECTIVE
         return RankReport(
             self.reader.rank,
             host,
@@ -106,8 +106,8 @@ class SeenWorker:
             self.action,
             self.stalled,
             doing,
-            place.operator,
-            place.source,
+            location.operator,
+            location.source,
             _describe_wait(self.state.wait),
             stacks,
         )
@@ -166,11 +166,11 @@ class Observer:
 
     def least_bound(self) -> float:
         """Return the seconds without progress before which no worker of this host hangs."""
-        return min(choose_bound(each.record, Doing.STOPPED, self.hang_after) for each in self.readers.values())
+        return min(choose_bound(reader.record, Doing.STOPPED, self.hang_after) for reader in self.readers.values())
 
-    def note_bound(self, seen: SeenWorker) -> float:
+    def note_bound(self, worker: SeenWorker) -> float:
         """Return the seconds without progress after which it is said what a worker is doing."""
-        return note_bound(seen.record, self.hang_after)
+        return note_bound(worker.record, self.hang_after)
 
     def see(self, looks_at_processes: bool = True) -> dict[int, SeenWorker]:
         """Return what is known of every worker that has said who it is.
@@ -178,7 +178,7 @@ class Observer:
         Args:
             looks_at_processes: whether to look at their processes, too; else they are taken to have ended.
         """
-        found, now = {}, time.monotonic()
+        workers, now = {}, time.monotonic()
         for rank, reader in self.readers.items():
             notes = reader.notes()
             if notes is None:
@@ -188,57 +188,61 @@ class Observer:
             counted = reader.state(notes)
             doing = classify(state, reader.beat_late(), record.phase, counted.wait is not None)
             counted = replace(counted, is_frozen=doing in FROZEN)
-            found[rank] = SeenWorker(reader, notes, record, counted, doing, now - self.since[rank])
-        return found
+            workers[rank] = SeenWorker(reader, notes, record, counted, doing, now - self.since[rank])
+        return workers
 
-    def report_rank(self, seen: SeenWorker) -> RankReport:
+    def report_rank(self, worker: SeenWorker) -> RankReport:
         """Return the report of one worker, which is not continued for it if it is stopped."""
-        stacks = seen.reader.read_stacks(seen.pid, seen.reader.ask_stacks(seen.pid, False))
-        return seen.to_report(stacks, self._host_of(seen))
+        stacks = worker.reader.read_stacks(worker.pid, worker.reader.ask_stacks(worker.pid, False))
+        return worker.to_report(stacks, self._host_of(worker))
 
-    def report(self, seen: Mapping[int, SeenWorker], continues: bool) -> HangReport:
+    def report(self, workers: Mapping[int, SeenWorker], continues: bool) -> HangReport:
         """Return the report of this moment, with the stacks of all workers and without a sentence.
 
         Args:
-            seen: what is known of every worker.
+            workers: what is known of every worker.
             continues: whether a worker that is stopped is continued, so that it writes its stacks.
         """
         wall, now = time.time(), time.monotonic()
-        timeline, unfinished = self._timeline(seen)  # before the stacks, for which a stopped worker goes on
-        alive = {rank: each for rank, each in seen.items() if each.doing is not Doing.GONE}
-        begun = {rank: each.reader.ask_stacks(each.pid, continues) for rank, each in alive.items()}
+        timeline, unfinished = self._timeline(workers)  # before the stacks, for which a stopped worker goes on
+        alive = {rank: worker for rank, worker in workers.items() if worker.doing is not Doing.GONE}
+        starts = {rank: worker.reader.ask_stacks(worker.pid, continues) for rank, worker in alive.items()}
         stacks = {
-            rank: each.reader.read_stacks(each.pid, begun[rank]) if continues or each.doing is not Doing.STOPPED else ""
-            for rank, each in alive.items()
+            rank: worker.reader.read_stacks(worker.pid, starts[rank])
+            if continues or worker.doing is not Doing.STOPPED
+            else ""
+            for rank, worker in alive.items()
         }
-        ranks = (seen[rank].to_report(stacks.get(rank, ""), self._host_of(seen[rank])) for rank in sorted(seen))
+        ranks = (
+            workers[rank].to_report(stacks.get(rank, ""), self._host_of(workers[rank])) for rank in sorted(workers)
+        )
         return HangReport("", (), tuple(ranks), timeline, unfinished, now, wall)
 
-    def _host_of(self, seen: SeenWorker) -> str:
-        return self.host or str(seen.notes.worker["host"])
+    def _host_of(self, worker: SeenWorker) -> str:
+        return self.host or str(worker.notes.worker["host"])
 
-    def _timeline(self, seen: Mapping[int, SeenWorker]) -> tuple[Timeline, dict[int, tuple[Action, float]]]:
+    def _timeline(self, workers: Mapping[int, SeenWorker]) -> tuple[Timeline, dict[int, tuple[Action, float]]]:
         """Return the last actions of all workers, and those that had not ended."""
         spans, unfinished = [], {}
-        last = max((each.record.round for each in seen.values()), default=0)
-        for rank, each in seen.items():
+        last_round = max((worker.record.round for worker in workers.values()), default=0)
+        for rank, worker in workers.items():
             end = self.since[rank]
-            for past in each.reader.past_actions():
-                program = each.notes.programs.get(past.program, ())
-                if past.round > last - ROUNDS_SHOWN and past.action < len(program):
+            for past in worker.reader.past_actions():
+                program = worker.notes.programs.get(past.program, ())
+                if past.round > last_round - ROUNDS_SHOWN and past.action < len(program):
                     spans.append(Span(rank, program[past.action], past.start / 1e9, past.end / 1e9))
                     end = past.end / 1e9
-            if each.action is not None:
-                unfinished[rank] = each.action, end
+            if worker.action is not None:
+                unfinished[rank] = worker.action, end
         return Timeline(tuple(spans), max(self.since) + 1), unfinished
 
 
-def main_stack(report: HangReport, seen: Mapping[int, SeenWorker], rank: int) -> str:
+def main_stack(report: HangReport, workers: Mapping[int, SeenWorker], rank: int) -> str:
     """Return the innermost calls of a worker's main thread, the innermost one last, as Python prints them."""
-    stacks = next((each.stacks for each in report.ranks if each.rank == rank), "")
-    if rank not in seen:
+    stacks = next((entry.stacks for entry in report.ranks if entry.rank == rank), "")
+    if rank not in workers:
         return ""
-    frames = find_main_stack(stacks, int(seen[rank].notes.worker["thread"]), seen[rank].pid)[:CALLS_SHOWN]
+    frames = find_main_stack(stacks, int(workers[rank].notes.worker["thread"]), workers[rank].pid)[:CALLS_SHOWN]
     return "".join(f'  File "{frame.file}", line {frame.line}, in {frame.function}\n' for frame in reversed(frames))
 
 

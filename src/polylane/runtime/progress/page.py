@@ -98,7 +98,7 @@ class ProgressMemory:
     @classmethod
     def of_process(cls, pid: int, file: int, stacks: int) -> ProgressMemory:
         """Open the page that another process of this user on this host has made, by its descriptors there."""
-        page, written = (os.open(f"/proc/{pid}/fd/{each}", os.O_RDWR) for each in (file, stacks))
+        page, written = (os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR) for descriptor in (file, stacks))
         return cls(mmap.mmap(page, PAGE_BYTES), page, written)
 
     def close(self) -> None:
@@ -240,21 +240,21 @@ class ProgressWriter(Progress):
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        before = self._phase
+        old_phase = self._phase
         self.enter(phase)
         try:
             yield
         finally:
-            self.enter(before)
+            self.enter(old_phase)
 
     def loading(self, batches: Iterator[T]) -> Iterator[T]:
         while True:
-            before = self._phase
+            old_phase = self._phase
             self.enter(Phase.LOADING)
             try:
                 batch = next(batches, self)
             finally:
-                self.enter(before)
+                self.enter(old_phase)
             if batch is self:
                 return
             yield batch  # type: ignore[misc]
@@ -276,8 +276,8 @@ class ProgressWriter(Progress):
 
     def end_action(self) -> None:
         start = RING_START + self._finished % RING_ENTRIES * RING.size
-        now, begun = time.monotonic_ns(), self._action_began
-        RING.pack_into(self._page, start, self._finished, self._round, self._program, max(self._action, 0), begun, now)
+        now, begin = time.monotonic_ns(), self._action_began
+        RING.pack_into(self._page, start, self._finished, self._round, self._program, max(self._action, 0), begin, now)
         self._finished += 1
 
     def describe_program(self, program: Program) -> int:
@@ -335,5 +335,5 @@ def channel_name(tag: int, sender: int, receiver: int) -> str:
 
 def open_lines(progress: Progress, rank: int, names: Iterable[tuple[str, Sequence[int]]]) -> dict[Any, int]:
     """Note the lines that a rank is a member of; return their numbers by name."""
-    own = {name: progress.add_line(name, ranks) for name, ranks in names if rank in ranks}
-    return {name: number for name, number in own.items() if number is not None}
+    numbers = {name: progress.add_line(name, ranks) for name, ranks in names if rank in ranks}
+    return {name: number for name, number in numbers.items() if number is not None}

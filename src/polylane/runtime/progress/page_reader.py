@@ -112,12 +112,12 @@ class PageReader:
 
     def state(self, notes: PageNotes) -> RankState:
         """Return what the walk needs of the worker, as its page says it; whether it can run is not on the page."""
-        begun = {name: self._words[COUNTERS_WORD + number] for number, (name, _) in notes.lines.items()}
+        counts = {name: self._words[COUNTERS_WORD + number] for number, (name, _) in notes.lines.items()}
         wait = None
         if (waited := unpack_wait(self._words[WAIT_WORD])) is not None:
             name, ranks = notes.lines.get(waited[0], ("", ()))
             wait = Wait(name, waited[1], ranks)
-        return RankState(wait, begun)
+        return RankState(wait, counts)
 
     def past_actions(self) -> list[PastAction]:
         """Return the last actions that the worker has finished."""

@@ -44,10 +44,10 @@ def read_stacks(pid: int, file: int, start: int) -> str:
     """Return what a worker has written since a position of its file; else what py-spy sees, if that is installed."""
     deadline, size = time.monotonic() + ANSWER_SECONDS, start
     while time.monotonic() < deadline:
-        now = os.fstat(file).st_size
-        if now > start and now == size:
+        new_size = os.fstat(file).st_size
+        if new_size > start and new_size == size:
             break
-        size = now
+        size = new_size
         time.sleep(0.02)
     if size > start:
         return os.pread(file, min(size - start, MOST_BYTES), start).decode(errors="replace")

@@ -51,15 +51,15 @@ def watch_script(world: World, on_hang: ScriptOnHang | None, hang_after: float |
     _check_options(on_hang, hang_after)
     if world.size == 1 or world.board is not None:
         return world
-    host, known = identify_host()[0], _pages.get((world.rank, world.size))
-    cards = world.all_gather_object([host, known is not None, on_hang, hang_after])
+    host, page = identify_host()[0], _pages.get((world.rank, world.size))
+    cards = world.all_gather_object([host, page is not None, on_hang, hang_after])
     if any(card[2:] != cards[0][2:] for card in cards):
         raise PolylaneError("on_hang and hang_after must be the same on every worker")
     if on_hang is None:
         return world
-    if known is not None and all(card[1] for card in cards):
-        known.enter(Phase.STARTING)
-        return replace(world, progress=known)
+    if page is not None and all(card[1] for card in cards):
+        page.enter(Phase.STARTING)
+        return replace(world, progress=page)
     is_first = next(rank for rank, card in enumerate(cards) if card[0] == host) == world.rank
     watch = _start_process(on_hang, hang_after) if is_first and os.path.isdir("/proc/self/fd") else HostWatch()
     world = watch.attach(world, is_script=True)

@@ -106,12 +106,12 @@ class HangWatch:
         """
         self.look_at_calls()
         if self._observer.longest_stall() >= self._observer.least_bound():
-            seen = self._observer.see()
-            judgement = judge(each.to_record(self._hang_after) for each in seen.values())
+            workers = self._observer.see()
+            judgement = judge(worker.to_record(self._hang_after) for worker in workers.values())
             if judgement.is_hang:
-                self._hang(judgement, seen)
+                self._hang(judgement, workers)
             else:
-                self._note(judgement.finding, seen)
+                self._note(judgement.finding, workers)
 
     def look_at_calls(self) -> None:
         """Look whether the workers of a script make the same calls, if one asks that, or waits for others.
@@ -122,7 +122,7 @@ class HangWatch:
         self._look_at_pages()
         if not self._must_compare_calls():
             return
-        parting = judge_calls(each.to_record(self._hang_after) for each in self._observer.see().values())
+        parting = judge_calls(worker.to_record(self._hang_after) for worker in self._observer.see().values())
         if parting is not None:
             self._end_calls(parting.describe(), choose_first_to_leave(parting))
         for reader in self._observer.readers.values():
@@ -162,73 +162,73 @@ class HangWatch:
                 self._say(f"rank {rank} goes on after {time.monotonic() - since:.1f} s")
         return pause
 
-    def _note(self, finding: Finding, seen: Mapping[int, SeenWorker]) -> None:
+    def _note(self, finding: Finding, workers: Mapping[int, SeenWorker]) -> None:
         """Say once of each worker to blame what it is doing that takes long and is no hang."""
         for rank in finding.culprits:
-            each, behind = seen[rank], finding.waiting_for(rank)
-            if each.stalled >= self._observer.note_bound(each) and self._is_new([each]):
-                report = self._observer.report_rank(each)
-                calls = {rank: seen[rank].reader.calls for rank in behind if rank in seen}
-                inside = next((f" in {record.calls[-1]}" for record in calls.values() if record.is_inside), "")
+            worker, behind = workers[rank], finding.waiting_for(rank)
+            if worker.stalled >= self._observer.note_bound(worker) and self._is_new([worker]):
+                report = self._observer.report_rank(worker)
+                calls = {rank: workers[rank].reader.calls for rank in behind if rank in workers}
+                suffix = next((f" in {record.calls[-1]}" for record in calls.values() if record.is_inside), "")
                 # One of fewer ranks may need none of those that wait, and a message may be under way.
-                if report.doing is Doing.IN_COLLECTIVE and inside and each.reader.is_in_collective_of_all:
+                if report.doing is Doing.IN_COLLECTIVE and suffix and worker.reader.is_in_collective_of_all:
                     self._end_collective(report, calls)
                 sentence = describe_rank(report, behind, time.time())
-                self._say(f"{sentence}{inside} (this takes long, and is no hang yet)")
-        waiting = [seen[rank] for rank in finding.waits_for if rank in seen] if finding.elsewhere else []
-        if waiting and all(each.stalled >= self._observer.note_bound(each) for each in waiting):
+                self._say(f"{sentence}{suffix} (this takes long, and is no hang yet)")
+        waiting = [workers[rank] for rank in finding.waits_for if rank in workers] if finding.elsewhere else []
+        if waiting and all(worker.stalled >= self._observer.note_bound(worker) for worker in waiting):
             self._note_elsewhere(finding.elsewhere, waiting)
 
     def _end_collective(self, report: RankReport, calls: Mapping[int, CallRecord]) -> None:
         """Say of a rank in a collective of the user's own that it needs the ranks which wait for it; end their wait."""
-        inside = {rank: record for rank, record in calls.items() if record.is_inside}
-        number = max(record.last for record in inside.values())
+        records = {rank: record for rank, record in calls.items() if record.is_inside}
+        number = max(record.last for record in records.values())
         line = report.source.replace(":", " line ")
-        inside[report.rank] = CallRecord((Call(number, f"torch.distributed's {report.operator}", line),), True)
-        self._end_calls(Parting(number, inside).describe(), [])
+        records[report.rank] = CallRecord((Call(number, f"torch.distributed's {report.operator}", line),), True)
+        self._end_calls(Parting(number, records).describe(), [])
 
     def _note_elsewhere(self, elsewhere: Sequence[int], waiting: Sequence[SeenWorker]) -> None:
         """Say once that workers of this host wait for those of another one, whose own watch says why."""
         if self._is_new(waiting):
-            ranks = format_ranks([each.reader.rank for each in waiting])
-            stalled = min(each.stalled for each in waiting)
+            ranks = format_ranks([worker.reader.rank for worker in waiting])
+            stalled = min(worker.stalled for worker in waiting)
             self._say(f"{ranks} of this host have waited for {format_ranks(elsewhere)} for {stalled:.1f} s")
 
-    def _is_new(self, seen: Sequence[SeenWorker]) -> bool:
+    def _is_new(self, workers: Sequence[SeenWorker]) -> bool:
         """Return whether nothing was said yet of these workers where they are."""
-        key = min((each.reader.rank, each.record.version) for each in seen)
+        key = min((worker.reader.rank, worker.record.version) for worker in workers)
         is_new = key not in self._noted
         self._noted.add(key)
         return is_new
 
-    def _hang(self, judgement: StallJudgement, seen: Mapping[int, SeenWorker]) -> None:
-        victims = [rank for rank in judgement.victims if rank in seen]
+    def _hang(self, judgement: StallJudgement, workers: Mapping[int, SeenWorker]) -> None:
+        victims = [rank for rank in judgement.victims if rank in workers]
         if all(rank in self._hung for rank in victims):
             return
-        report = self._observer.report(seen, self._on_hang != "wait")
-        sentence = describe_finding(judgement.finding, {each.rank: each for each in report.ranks}, report.wall)
+        report = self._observer.report(workers, self._on_hang != "wait")
+        sentence = describe_finding(judgement.finding, {entry.rank: entry for entry in report.ranks}, report.wall)
         report = name_hang(report, sentence, judgement.finding.culprits)
         self._keep(report)
-        self._end(victims, report, seen)
+        self._end(victims, report, workers)
 
-    def _end(self, victims: Sequence[int], report: HangReport, seen: Mapping[int, SeenWorker]) -> None:
+    def _end(self, victims: Sequence[int], report: HangReport, workers: Mapping[int, SeenWorker]) -> None:
         """Say of a hang what is said of it, and end those workers of this host whose end ends it.
 
         Args:
             victims: those workers, of which there are some.
             report: report of the hang, with its sentence.
-            seen: the workers of this host.
+            workers: the workers of this host.
 
         Raises:
             WorkerHung: unless the training is to wait.
         """
-        first = victims[0]
-        if waiting := self._describe_waiting(first, report):
+        victim = victims[0]
+        if waiting := self._describe_waiting(victim, report):
             for rank in victims:
                 self._hung.setdefault(rank, self._observer.since[rank])
             self._say(f"{report.sentence}{waiting}")
             return
-        stack = main_stack(report, seen, first) if first in report.culprits else ""
+        stack = main_stack(report, workers, victim) if victim in report.culprits else ""
         hung = WorkerHung(victims, report.sentence, stack)
         for reader in self._observer.readers.values():
             reader.tell(hung)
@@ -239,7 +239,7 @@ class HangWatch:
         if self._on_hang == "wait":
             return "; the training waits for it, as it is to (on hang: wait)"
         # Who is at a breakpoint is waited for: somebody is looking at it.
-        at_breakpoint = any(each.rank == victim and each.doing is Doing.AT_BREAKPOINT for each in report.ranks)
+        at_breakpoint = any(entry.rank == victim and entry.doing is Doing.AT_BREAKPOINT for entry in report.ranks)
         return "; the training waits for it" if at_breakpoint else ""
 
     def report_failure(self, rank: int, sentence: str) -> HangReport:
@@ -251,5 +251,5 @@ class HangWatch:
             rank: rank of the worker that failed.
             sentence: what is known of the failure.
         """
-        seen = self._observer.see(looks_at_processes=False)
-        return name_hang(self._observer.report(seen, False), sentence, (rank,))
+        workers = self._observer.see(looks_at_processes=False)
+        return name_hang(self._observer.report(workers, False), sentence, (rank,))

@@ -23,11 +23,11 @@ def watch_transports(connect: Callable[..., Transport], progress: Progress) -> C
         return connect
 
     def connect_watched(
-        world: World, pairs: Iterable[tuple[int, int]], groups: Iterable[Iterable[int]] = (), **how: Any
+        world: World, pairs: Iterable[tuple[int, int]], groups: Iterable[Iterable[int]] = (), **options: Any
     ) -> Transport:
         channels, members = list(pairs), [tuple(group) for group in groups]
-        transport = connect(world, channels, members, **how)
-        return WatchedTransport(transport, progress, how.get("tag", 0), channels, members)
+        transport = connect(world, channels, members, **options)
+        return WatchedTransport(transport, progress, options.get("tag", 0), channels, members)
 
     return connect_watched
 

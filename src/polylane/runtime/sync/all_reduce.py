@@ -102,12 +102,12 @@ class AllReducer:
     def _launch_bucket(self, index: int) -> None:
         bucket = self._buckets[index]
         # The difference of a counter: only the compressor knows how many bytes it hands over.
-        given = self._transport.counters.given
+        bytes_before = self._transport.counters.given
         if bucket.is_sparse:
             flight: PendingReduction = self._launch_sparse_bucket(bucket)
         else:
             flight = self._compressors[index].launch_sum(self._bucket_gradients(bucket), self._transport)
-        self.bucket_bytes[bucket.name] = self._transport.counters.given - given
+        self.bucket_bytes[bucket.name] = self._transport.counters.given - bytes_before
         self._launched[bucket.name] = _LaunchedBucket(bucket, flight, self._clock.mark())
 
     def _launch_sparse_bucket(self, bucket: GradientBucket) -> PendingReduction:
@@ -140,16 +140,16 @@ class AllReducer:
             # Second rounds start only after all first ones, in the order of the buckets: so all ranks issue all
             # collectives in one order, whichever of them complete first.
             self._has_advanced = True
-            for each, left in self._launched.items():
-                given = self._transport.counters.given
-                left.pending.start_next_round()
-                self.bucket_bytes[each] += self._transport.counters.given - given
-        left = self._launched.pop(name)
-        summed = left.pending.wait()
-        for each, gradient in zip(left.bucket.parameters, summed.gradients, strict=True):
-            parameter = self._parameters[each]
-            parameter.grad = None if each in summed.without_gradient else match_strides(gradient, parameter)
-        return left.started
+            for key, launch in self._launched.items():
+                bytes_before = self._transport.counters.given
+                launch.pending.start_next_round()
+                self.bucket_bytes[key] += self._transport.counters.given - bytes_before
+        launch = self._launched.pop(name)
+        summed = launch.pending.wait()
+        for key, gradient in zip(launch.bucket.parameters, summed.gradients, strict=True):
+            parameter = self._parameters[key]
+            parameter.grad = None if key in summed.without_gradient else match_strides(gradient, parameter)
+        return launch.started
 
 
 def launch_zeros(program: Program, reducers: Mapping[int, AllReducer]) -> None:

@@ -88,13 +88,15 @@ class FlatPacking:
             tensors: tensors by name, in the shapes of their slots; all on one device.
             device: device of the rows; default: that of the tensors.
         """
-        here = next((tensors[name].device for name in self.names if name in tensors), torch.device("cpu"))
+        source_device = next((tensors[name].device for name in self.names if name in tensors), torch.device("cpu"))
         # torch.cat copies also a single tensor: the caller may overwrite rows and send them without waiting.
         rows = []
         for dtype, slots in self.rows.items():
             flat = [tensors[slot.name].detach().reshape(-1) if slot.name in tensors else None for slot in slots]
-            zeros = (torch.zeros(slot.numel, dtype=dtype, device=here) for slot in slots)
-            rows.append(torch.cat([z if f is None else f for f, z in zip(flat, zeros, strict=True)]).to(device or here))
+            zeros = (torch.zeros(slot.numel, dtype=dtype, device=source_device) for slot in slots)
+            rows.append(
+                torch.cat([z if f is None else f for f, z in zip(flat, zeros, strict=True)]).to(device or source_device)
+            )
         return rows
 
     def unpack(self, rows: Sequence[Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
@@ -104,8 +106,8 @@ class FlatPacking:
             rows: one vector for each dtype, as :meth:`pack` returns them.
             device: device of the tensors; default: that of the rows.
         """
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for row, slots in zip(rows, self.rows.values(), strict=True):
             views = split_views(row.to(device or row.device), [slot.shape for slot in slots])
-            found |= {slot.name: view for slot, view in zip(slots, views, strict=True)}
-        return found
+            tensors |= {slot.name: view for slot, view in zip(slots, views, strict=True)}
+        return tensors

@@ -89,8 +89,8 @@ class LocalSgd(GradientSync):
     @property
     def max_steps_in_flight(self) -> int:  # type: ignore[override]
         # 1 during warmup, when every step all-reduces gradients.
-        apart = any(course.steps_taken > self._sync.warmup for course in self._progress.values())
-        return min(self._sync.every, MOST_APART) if apart else 1
+        is_apart = any(course.steps_taken > self._sync.warmup for course in self._progress.values())
+        return min(self._sync.every, MOST_APART) if is_apart else 1
 
     @property
     def weights_differ(self) -> bool:  # type: ignore[override]
@@ -106,9 +106,9 @@ class LocalSgd(GradientSync):
 
     def after_step(self, objective: str, samples: Sequence[int]) -> None:
         course = self._progress[objective]
-        apart = course.steps_taken >= self._sync.warmup
+        is_apart = course.steps_taken >= self._sync.warmup
         course.steps_taken += 1
-        if not apart:
+        if not is_apart:
             # During warmup replicas are equal after every step: the anchor follows their weights.
             copy_values(course.anchor, {name: course.parameters[name] for name in course.anchor})
             return
@@ -118,14 +118,14 @@ class LocalSgd(GradientSync):
 
     def _synchronize(self, course: _ObjectiveProgress) -> None:
         tensors = {**course.trained_parameters, **self._buffers}
-        found = average_over_replicas(tensors, course.samples_seen, self._members, self._transport)
+        means = average_over_replicas(tensors, course.samples_seen, self._members, self._transport)
         if course.outer_optimizer is not None:
             # DiLoCo: the outer gradient is anchor - mean, so that a step of rate 1 without momentum yields the mean.
             for name, anchor in course.anchor.items():
-                anchor.grad = anchor.detach() - found[name]
+                anchor.grad = anchor.detach() - means[name]
             course.outer_optimizer.step()
-            found |= {name: anchor.detach() for name, anchor in course.anchor.items()}
-        copy_values(tensors, found)
+            means |= {name: anchor.detach() for name, anchor in course.anchor.items()}
+        copy_values(tensors, means)
         course.samples_seen = []
 
     @contextmanager
@@ -137,15 +137,15 @@ class LocalSgd(GradientSync):
             tensors |= self._buffers
         with restore_values(tensors.values()):
             for course in courses:
-                own = {**course.trained_parameters, **self._buffers}
-                means = average_over_replicas(own, course.samples_seen, self._members, self._transport)
+                course_tensors = {**course.trained_parameters, **self._buffers}
+                means = average_over_replicas(course_tensors, course.samples_seen, self._members, self._transport)
                 copy_values(tensors, means)
             yield
 
     def collect_state(self, replica: int) -> WorkerState:
-        found = WorkerState()
+        state = WorkerState()
         for name, course in self._progress.items():
-            found.plain[f"local_sgd/{name}"] = {
+            state.plain[f"local_sgd/{name}"] = {
                 "steps": course.steps_taken,
                 "samples": course.samples_seen,
                 "trained": sorted(course.trained),
@@ -153,18 +153,18 @@ class LocalSgd(GradientSync):
             if course.outer_optimizer is None:
                 continue
             for parameter, part in self._anchor_parts(course).items():
-                found.add(f"anchor/{name}/{parameter}", part.region, part.parameter)
-            found.extend(collect_optimizer(f"{name}.outer", course.outer_optimizer, self._anchor_parts(course)))
-        return found
+                state.add(f"anchor/{name}/{parameter}", part.region, part.parameter)
+            state.extend(collect_optimizer(f"{name}.outer", course.outer_optimizer, self._anchor_parts(course)))
+        return state
 
     def restore_state(self, saved: SavedState, replica: int) -> None:
         for name, course in self._progress.items():
-            known = saved.plain.get(f"local_sgd/{name}", {"steps": 0, "samples": []})
-            course.steps_taken = known["steps"]
-            course.record_trained(n for n in known.get("trained", ()) if n in course.parameters)
+            progress = saved.plain.get(f"local_sgd/{name}", {"steps": 0, "samples": []})
+            course.steps_taken = progress["steps"]
+            course.record_trained(n for n in progress.get("trained", ()) if n in course.parameters)
             # Where another number of replicas goes on from the mean of all, they are synchronized.
-            is_alike = len(known["samples"]) == len(self._members)
-            course.samples_seen = list(known["samples"]) if is_alike else []
+            is_alike = len(progress["samples"]) == len(self._members)
+            course.samples_seen = list(progress["samples"]) if is_alike else []
             if course.outer_optimizer is None:
                 continue
             for parameter, part in self._anchor_parts(course).items():

@@ -23,21 +23,21 @@ def averaged_buffers(holding: LocalModel) -> dict[str, Tensor]:
 
 
 def average_over_replicas(
-    tensors: Mapping[str, Tensor], seen: Sequence[int], members: Sequence[int], transport: Transport
+    tensors: Mapping[str, Tensor], sample_counts: Sequence[int], members: Sequence[int], transport: Transport
 ) -> dict[str, Tensor]:
     """Return the weighted mean of every tensor over the replicas of a stage, with one all-reduce for each dtype.
 
     Args:
         tensors: floating-point tensors on one device, by name; the same names at all members.
-        seen: the number of samples that each member weighs by in the mean.
+        sample_counts: the number of samples that each member weighs by in the mean.
         members: ranks of the replicas that hold the same shards of the model.
         transport: connects the workers; ``members`` is one of its groups.
     """
     packing = FlatPacking(PackedTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
-    share = seen[members.index(transport.rank)] / sum(seen)
+    share = sample_counts[members.index(transport.rank)] / sum(sample_counts)
     # Rows are copies, so scaling them in place leaves the tensors as they are; all sums are pending at once.
     sums = [transport.all_reduce(row.mul_(share), members) for row in packing.pack(tensors)]
-    return packing.unpack([each.wait() for each in sums])
+    return packing.unpack([transfer.wait() for transfer in sums])
 
 
 def copy_values(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -56,10 +56,10 @@ def restore_values(tensors: Iterable[Tensor]) -> Iterator[None]:
     Args:
         tensors: parameters and buffers of this worker, each of them once.
     """
-    own = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, value in own:
+            for tensor, value in copies:
                 tensor.copy_(value)

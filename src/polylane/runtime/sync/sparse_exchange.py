@@ -64,12 +64,12 @@ class SparseReduction(PendingReduction):
     def wait(self) -> ReducedBucket:
         if self._rows is None:
             return ReducedBucket((torch.zeros_like(self.table),), frozenset((self.name,)))
-        indices, values = (each.wait() for each in self._rows)
+        indices, values = (transfer.wait() for transfer in self._rows)
         shape = tuple(self.table.shape)
-        found = torch.sparse_coo_tensor(
+        total = torch.sparse_coo_tensor(
             indices.view(1, -1), values.view(-1, *shape[1:]), shape, check_invariants=False
         ).coalesce()
-        return ReducedBucket((found,), frozenset())
+        return ReducedBucket((total,), frozenset())
 
 
 def launch_sparse_sum(
@@ -84,7 +84,7 @@ def launch_sparse_sum(
         ranks: the ranks that sum it, one of the transport's groups.
         transport: connects the replicas that exchange rows.
     """
-    own = None if gradient is None else gradient.detach().coalesce()
-    count = NO_GRADIENT if own is None else own.indices().shape[1]
+    sparse_gradient = None if gradient is None else gradient.detach().coalesce()
+    count = NO_GRADIENT if sparse_gradient is None else sparse_gradient.indices().shape[1]
     counts = torch.tensor([count], dtype=torch.int64, device=table.device)
-    return SparseReduction(name, table, own, ranks, transport, transport.all_gather(counts, ranks))
+    return SparseReduction(name, table, sparse_gradient, ranks, transport, transport.all_gather(counts, ranks))

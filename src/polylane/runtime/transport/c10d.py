@@ -41,16 +41,16 @@ class _ProcessGroups:
 
     def make_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         """Make a new process group; a collective over the whole world."""
-        mine = dist.get_rank() in ranks
+        is_member = dist.get_rank() in ranks
         # Processes outside this world (dedicated servers) do not take part, hence local synchronization. Torch names
         # a group by the number of groups so far: a worker that is not a member makes a group of itself alone, so that
         # the numbers stay equal at all workers.
-        apart = self.world.group is not None
-        own = list(ranks) if mine or not apart else [dist.get_rank()]
-        group: dist.ProcessGroup = dist.new_group(own, TIMEOUT, backend, use_local_synchronization=apart)
-        if mine or apart:
+        is_local = self.world.group is not None
+        members = list(ranks) if is_member or not is_local else [dist.get_rank()]
+        group: dist.ProcessGroup = dist.new_group(members, TIMEOUT, backend, use_local_synchronization=is_local)
+        if is_member or is_local:
             self.made.append(group)
-        if mine:
+        if is_member:
             self.world.authenticate_group(group)
         return group
 
@@ -134,11 +134,13 @@ class C10dTransport:
                 peer = receiver if self.rank == sender else sender
                 self._groups.channels[sender, receiver] = group, dist.get_group_rank(group, peer)
 
-    def _open_groups(self, groups: Iterable[Iterable[int]], own: bool) -> None:
+    def _open_groups(self, groups: Iterable[Iterable[int]], own_groups: bool) -> None:
         for ranks in dict.fromkeys(protocol.normalize_group(group, self.size) for group in groups):
             if len(ranks) == 1:
                 continue
-            group = self._groups.everyone if len(ranks) == self.size and not own else self._groups.make_group(ranks)
+            group = (
+                self._groups.everyone if len(ranks) == self.size and not own_groups else self._groups.make_group(ranks)
+            )
             if self.rank in ranks:
                 self._groups.sums[ranks] = group
 
@@ -148,21 +150,21 @@ class C10dTransport:
         NCCL connects at the first use and waits for the other side: if the schedule decided the order, a ring of first
         uses would deadlock.
         """
-        for (sender, _), (group, there) in self._groups.channels.items():
+        for (sender, _), (group, group_rank) in self._groups.channels.items():
             token = torch.zeros(1, device=self._device)
-            (group.send if self.rank == sender else group.recv)([token], there, 0).wait()
+            (group.send if self.rank == sender else group.recv)([token], group_rank, 0).wait()
         for group in self._groups.sums.values():
             group.allreduce([torch.zeros(1, device=self._device)]).wait()
 
     def send(self, tensor: Tensor, peer: int) -> PendingTransfer:
-        group, there = self._channel(self.rank, peer)
+        group, group_rank = self._channel(self.rank, peer)
         if tensor.numel() == 0:
             return FinishedTransfer(tensor)
         wire = protocol.make_contiguous(tensor)
         self.counters.count_sent("send", wire, wire.nbytes)
         with (blame := BlamePeer(peer, "sending", wire)):
             # The group's own method: dist.isend repeats checks, which take 5 to 10 us.
-            work = group.send([wire], there, self._tag)
+            work = group.send([wire], group_rank, self._tag)
         unsent = self._unsent
 
         def finish() -> Tensor:
@@ -176,13 +178,13 @@ class C10dTransport:
         return pending
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> PendingTransfer:
-        group, there = self._channel(peer, self.rank)
+        group, group_rank = self._channel(peer, self.rank)
         wire = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         if wire.numel() == 0:
             return FinishedTransfer(wire)
         self.counters.count_local("receive", wire)
         with (blame := BlamePeer(peer, "receiving", wire)):
-            work = group.recv([wire], there, self._tag)
+            work = group.recv([wire], group_rank, self._tag)
         return wait_for_work(work, blame, lambda: wire)
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> PendingTransfer:
@@ -201,24 +203,24 @@ class C10dTransport:
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> PendingTransfer:
         group, members = self._group(ranks)
         sizes = protocol.gathered_sizes(tensor, tuple(ranks).index(self.rank), ranks, sizes)
-        own = protocol.make_contiguous(tensor)
+        wire = protocol.make_contiguous(tensor)
         if group is None or max(sizes) == 0:
-            return FinishedTransfer(own.clone())  # a new tensor by contract, also for one rank
+            return FinishedTransfer(wire.clone())  # a new tensor by contract, also for one rank
         # The backend gathers equal parts in the order of the group: shorter ones are padded, and trimmed by join.
         longest, by_rank = max(sizes), dict(zip(ranks, sizes, strict=True))
-        padded = own if own.numel() == longest else torch.cat([own, own.new_zeros(longest - own.numel())])
-        whole = own.new_empty(longest * len(members))
-        self.counters.count_sent("all_gather", own, padded.nbytes * (len(members) - 1))
-        parts = [view_as_bytes(part) for part in whole.split(longest)]
-        with (blame := BlamePeer(None, f"gathering from ranks {members}", own)):
+        padded = wire if wire.numel() == longest else torch.cat([wire, wire.new_zeros(longest - wire.numel())])
+        buffer = wire.new_empty(longest * len(members))
+        self.counters.count_sent("all_gather", wire, padded.nbytes * (len(members) - 1))
+        parts = [view_as_bytes(part) for part in buffer.split(longest)]
+        with (blame := BlamePeer(None, f"gathering from ranks {members}", wire)):
             work = group.allgather([parts], [view_as_bytes(padded)])
 
         def join() -> Tensor:
             # The group is in ascending order, the result in the caller's.
-            found = dict(zip(members, whole.split(longest), strict=True))
+            parts_by_rank = dict(zip(members, buffer.split(longest), strict=True))
             if tuple(sizes) == (longest,) * len(members) and tuple(ranks) == members:
-                return whole
-            return torch.cat([found[rank][: by_rank[rank]] for rank in ranks])
+                return buffer
+            return torch.cat([parts_by_rank[rank][: by_rank[rank]] for rank in ranks])
 
         return wait_for_work(work, blame, join, (padded, parts))
 
@@ -235,14 +237,14 @@ class C10dTransport:
         # Parts of different sizes are padded to the longest one, as in all_gather.
         by_rank, longest = dict(zip(ranks, wire.split(list(sizes)), strict=True)), max(sizes)
         padded = wire.new_zeros(longest * len(members))
-        for place, rank in zip(padded.split(longest), members, strict=True):
-            place[: by_rank[rank].numel()] = by_rank[rank]
-        own = wire.new_empty(longest)
+        for padded_part, rank in zip(padded.split(longest), members, strict=True):
+            padded_part[: by_rank[rank].numel()] = by_rank[rank]
+        total = wire.new_empty(longest)
         self.counters.count_sent("reduce_scatter", wire, padded.nbytes * (len(members) - 1) // len(members))
         parts = [view_as_real(part) for part in padded.split(longest)]
         with (blame := BlamePeer(None, f"summing parts over ranks {members}", wire)):
-            work = group.reduce_scatter([view_as_real(own)], [parts])
-        return wait_for_work(work, blame, lambda: own[: by_rank[self.rank].numel()], (padded, parts))
+            work = group.reduce_scatter([view_as_real(total)], [parts])
+        return wait_for_work(work, blame, lambda: total[: by_rank[self.rank].numel()], (padded, parts))
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> PendingTransfer:
         group, members = self._group(ranks)
@@ -267,31 +269,32 @@ class C10dTransport:
         group, members = self._group(ranks)
         protocol.require_pieces(pieces, shapes, ranks)
         ranks = tuple(ranks)
-        own, others = pieces[ranks.index(self.rank)], [rank for rank in members if rank != self.rank]
+        own_piece, peers = pieces[ranks.index(self.rank)], [rank for rank in members if rank != self.rank]
         if group is None:
-            return FinishedTransfer([own])
+            return FinishedTransfer([own_piece])
         result = [
-            own if rank == self.rank else own.new_empty(tuple(shape)) for rank, shape in zip(ranks, shapes, strict=True)
+            own_piece if rank == self.rank else own_piece.new_empty(tuple(shape))
+            for rank, shape in zip(ranks, shapes, strict=True)
         ]
         # One all-to-all of bytes for all pieces; this rank's own piece is not part of it.
-        leaving = {rank: view_as_bytes(protocol.make_contiguous(pieces[ranks.index(rank)])) for rank in others}
-        coming = {rank: view_as_bytes(result[ranks.index(rank)]).numel() for rank in others}
-        for rank in others:
+        leaving = {rank: view_as_bytes(protocol.make_contiguous(pieces[ranks.index(rank)])) for rank in peers}
+        coming = {rank: view_as_bytes(result[ranks.index(rank)]).numel() for rank in peers}
+        for rank in peers:
             if leaving[rank].numel():
                 self.counters.count_sent("all_to_all", leaving[rank], leaving[rank].numel())
-        given = torch.cat([leaving[rank] for rank in others])
-        got = given.new_empty(sum(coming.values()))
+        payload = torch.cat([leaving[rank] for rank in peers])
+        got = payload.new_empty(sum(coming.values()))
         received = [coming.get(rank, 0) for rank in members]
         sent = [leaving[rank].numel() if rank in leaving else 0 for rank in members]
-        with (blame := BlamePeer(None, f"exchanging pieces among ranks {members}", own)):
-            work = group.alltoall_base(got, given, received, sent, dist.AllToAllOptions())
+        with (blame := BlamePeer(None, f"exchanging pieces among ranks {members}", own_piece)):
+            work = group.alltoall_base(got, payload, received, sent, dist.AllToAllOptions())
 
         def part() -> list[Tensor]:
-            for rank, came in zip(others, got.split([coming[rank] for rank in others]), strict=True):
+            for rank, came in zip(peers, got.split([coming[rank] for rank in peers]), strict=True):
                 view_as_bytes(result[ranks.index(rank)]).copy_(came)
             return result
 
-        return wait_for_work(work, blame, part, given)
+        return wait_for_work(work, blame, part, payload)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         if self._groups.control is None:
@@ -350,24 +353,24 @@ class BlamePeer:
     def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
         if error is None or not looks_like_peer_loss(error):
             return
-        what = "" if self.tensor is None else f" {self.tensor.dtype} {tuple(self.tensor.shape)}"
-        raise PeerLost(self.peer, self.doing + what, str(error)) from error
+        description = "" if self.tensor is None else f" {self.tensor.dtype} {tuple(self.tensor.shape)}"
+        raise PeerLost(self.peer, self.doing + description, str(error)) from error
 
 
-def wait_for_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], kept: object = None) -> Deferred[R]:
+def wait_for_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], buffers: object = None) -> Deferred[R]:
     """Return a pending operation of the backend, whose result is built from the buffers that it wrote.
 
     Args:
         work: the backend's handle of the operation.
         blame: turns the end of a connection into an error that names the peer.
         make: builds the result, once the operation is complete.
-        kept: buffers that the backend reads or writes beside those of ``make``; alive until the result is built.
+        buffers: buffers that the backend reads or writes beside those of ``make``; alive until the result is built.
     """
 
-    return Deferred(partial(_finish_work, work, blame, make, kept))
+    return Deferred(partial(_finish_work, work, blame, make, buffers))
 
 
-def _finish_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], kept: object) -> R:
+def _finish_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], buffers: object) -> R:
     with blame:
         work.wait()
     return make()

@@ -48,17 +48,17 @@ def choose_transport(world: World) -> Connect:
     """
     if world.is_staged:
         return StagedConnections(choose_transport(world.on_host()), world.device)
-    asked = os.environ.get(VARIABLE) or None
+    request = os.environ.get(VARIABLE) or None
     if world.size == 1 or world.backend is None:
-        _refuse_unknown(asked)
+        _refuse_unknown(request)
         return c10d.C10dTransport
     # The decision depends on all workers' cards, which are equal everywhere: so all decide alike.
-    meeting = HostRendezvous.meet_workers(world, asked)
+    meeting = HostRendezvous.meet_workers(world, request)
     try:
         _refuse_different([card.requested_transport for card in meeting.cards])
         reason = why_no_shared_memory(meeting.cards)
         hosts = [card.host for card in meeting.cards]
-        if asked != "gloo" and (reason is None or (asked is None and _shares_memory_in_hosts(meeting.cards))):
+        if request != "gloo" and (reason is None or (request is None and _shares_memory_in_hosts(meeting.cards))):
             met = connect_hub(world, meeting, hosts)
             if isinstance(met, MessageHub):
                 return HierarchicalConnections(world, met, hosts)
@@ -66,7 +66,7 @@ def choose_transport(world: World) -> Connect:
     finally:
         # Also if shared memory is not used: no socket or folder may be left behind.
         meeting.stop_listening()
-    if asked == "shared_memory":
+    if request == "shared_memory":
         raise PolylaneError(f"{VARIABLE}=shared_memory cannot be: {reason}; leave it out, and gloo is used")
     return c10d.C10dTransport
 
@@ -77,13 +77,13 @@ def _shares_memory_in_hosts(cards: Sequence[WorkerCard]) -> bool:
     return able and len({card.host for card in cards}) < len(cards)
 
 
-def _refuse_different(asked: Sequence[str | None]) -> None:
-    for each in asked:
-        _refuse_unknown(each)
-    for rank, each in enumerate(asked):
-        if each != asked[0]:
+def _refuse_different(requests: Sequence[str | None]) -> None:
+    for request in requests:
+        _refuse_unknown(request)
+    for rank, request in enumerate(requests):
+        if request != requests[0]:
             raise PolylaneError(
-                f"{VARIABLE} is {asked[0] or 'not set'} at rank 0 and {each or 'not set'} at rank {rank}: "
+                f"{VARIABLE} is {requests[0] or 'not set'} at rank 0 and {request or 'not set'} at rank {rank}: "
                 "set it to the same at all of them, or nowhere"
             )
 

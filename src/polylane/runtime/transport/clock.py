@@ -24,8 +24,8 @@ def measure_clock_offset(transport: Transport) -> float:
         transport.barrier()
         readings.append(time.perf_counter())
     # The median: single barriers that a busy host leaves late do not matter.
-    first: list[float] = transport.all_gather_object(readings)[0]
-    return statistics.median(own - other for own, other in zip(readings, first, strict=True))
+    references: list[float] = transport.all_gather_object(readings)[0]
+    return statistics.median(reading - reference for reading, reference in zip(readings, references, strict=True))
 
 
 def _boot_identity() -> str:

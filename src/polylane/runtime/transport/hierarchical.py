@@ -65,17 +65,17 @@ class HostTree:
             item: size of one element in bytes.
         """
         sizes = self.part_sizes(elements)
-        own, hosts = sizes[self.index], max(len(self.cross_ranks), 1)
-        inside = elements - own + own * (len(self.host_ranks) - 1)
-        return inside * item + 2 * own * item * (hosts - 1) // hosts
+        part_size, hosts = sizes[self.index], max(len(self.cross_ranks), 1)
+        host_elements = elements - part_size + part_size * (len(self.host_ranks) - 1)
+        return host_elements * item + 2 * part_size * item * (hosts - 1) // hosts
 
 
 def group_by_host(members: Iterable[int], hosts: Sequence[Hashable]) -> list[tuple[int, ...]]:
     """Return a group's ranks by host, each ascending; ``hosts`` has the host of every rank."""
-    found: dict[Hashable, list[int]] = {}
+    ranks_by_host: dict[Hashable, list[int]] = {}
     for rank in sorted(members):
-        found.setdefault(hosts[rank], []).append(rank)
-    return [tuple(ranks) for ranks in found.values()]
+        ranks_by_host.setdefault(hosts[rank], []).append(rank)
+    return [tuple(ranks) for ranks in ranks_by_host.values()]
 
 
 def cross_host_groups(parts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -116,17 +116,19 @@ class HierarchicalTransport:
         channels = list(dict.fromkeys(channels))
         named = list(dict.fromkeys(protocol.normalize_group(group, world.size) for group in groups))
         parts = {members: group_by_host(members, hosts) for members in named}
-        inside = [members for members in named if len(parts[members]) == 1]
+        host_groups = [members for members in named if len(parts[members]) == 1]
         beyond = [members for members in named if len(parts[members]) > 1]
-        known = set(range(world.size))
-        near = [(a, b) for a, b in channels if {a, b} <= known and hosts[a] == hosts[b]]
+        all_ranks = set(range(world.size))
+        near = [(a, b) for a, b in channels if {a, b} <= all_ranks and hosts[a] == hosts[b]]
         far = [pair for pair in channels if pair not in set(near)]
-        self._host_trees = {each: _build_host_tree(world.rank, parts[each]) for each in beyond if world.rank in each}
+        self._host_trees = {
+            members: _build_host_tree(world.rank, parts[members]) for members in beyond if world.rank in members
+        }
         steps = [part for members in beyond for part in parts[members] if len(part) > 1]
         across = [ring for members in beyond for ring in cross_host_groups(parts[members])]
         # The caller's thread uses the first two transports, the thread of the sums the last two: a transport is not
         # thread-safe, and the order of collectives inside each stays that of one thread.
-        self._inside_host = shared_memory.SharedMemoryTransport(hub, world, near, inside)
+        self._inside_host = shared_memory.SharedMemoryTransport(hub, world, near, host_groups)
         self._between_hosts: c10d.C10dTransport = c10d.C10dTransport(world, far, beyond, tag, own_groups)
         # A sum over hosts is counted once, by bytes_sent: the transports of its steps keep counters that nobody reads.
         self._inside_host.counters = self._between_hosts.counters = self.counters
@@ -237,9 +239,9 @@ class HierarchicalConnections:
 
 
 def _build_host_tree(rank: int, parts: Sequence[tuple[int, ...]]) -> HostTree:
-    here = next(part for part in parts if rank in part)
+    host_ranks = next(part for part in parts if rank in part)
     across = next((ring for ring in cross_host_groups(parts) if rank in ring), ())
-    return HostTree(here, here.index(rank), across, len({len(part) for part in parts}) == 1)
+    return HostTree(host_ranks, host_ranks.index(rank), across, len({len(part) for part in parts}) == 1)
 
 
 # ---- the thread of the sums ------------------------------------------------------------------------------------------

@@ -27,13 +27,13 @@ _PROOF_BYTES = 32  # of SHA-256, and of the random bytes that ask for a proof
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's value, by rank in the group; a collective of the group."""
     size, device = dist.get_world_size(group), _group_device(group)
-    own = _encode_value(value, device)
+    content = _encode_value(value, device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([own.numel()], device=device), group=group)
+    dist.all_gather(lengths, torch.tensor([content.numel()], device=device), group=group)
     # all_gather takes equal sizes: the lengths first, then all values padded to the longest.
     longest = _check_length(torch.stack(lengths).max())
-    padded = torch.cat([own, own.new_zeros(longest - own.numel())])
-    parts = list(own.new_empty(size * longest).split(longest))
+    padded = torch.cat([content, content.new_zeros(longest - content.numel())])
+    parts = list(content.new_empty(size * longest).split(longest))
     dist.all_gather(parts, padded, group=group)
     return [_decode_value(part, length) for part, length in zip(parts, lengths, strict=True)]
 
@@ -42,15 +42,15 @@ def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = Non
     """Return the value of one rank of the group, at every rank; a collective of the group."""
     device = _group_device(group)
     if dist.get_rank(group) == source:
-        own = _encode_value(value, device)
-        length = torch.tensor([own.numel()], device=device)
+        content = _encode_value(value, device)
+        length = torch.tensor([content.numel()], device=device)
     else:
         length = torch.zeros(1, dtype=torch.int64, device=device)
     dist.broadcast(length, group=group, group_src=source)
     if dist.get_rank(group) != source:
-        own = torch.empty(_check_length(length), dtype=torch.uint8, device=device)
-    dist.broadcast(own, group=group, group_src=source)
-    return value if dist.get_rank(group) == source else _decode_value(own, length)
+        content = torch.empty(_check_length(length), dtype=torch.uint8, device=device)
+    dist.broadcast(content, group=group, group_src=source)
+    return value if dist.get_rank(group) == source else _decode_value(content, length)
 
 
 def authenticate_group(group: dist.ProcessGroup, secret: bytes, ranks: Sequence[int], rank: int) -> None:
@@ -69,15 +69,15 @@ def authenticate_group(group: dist.ProcessGroup, secret: bytes, ranks: Sequence[
     Raises:
         PolylaneError: the process in a rank's place does not know the secret.
     """
-    others = [peer for peer in ranks if peer != rank]
+    peers = [peer for peer in ranks if peer != rank]
     # Another nonce for each peer: what is proved to one of them is proved to no other.
-    asked = {peer: secrets.token_bytes(_PROOF_BYTES) for peer in ranks}
-    asks = _exchange(group, ranks, asked)
-    proofs = {peer: _compute_proof(secret, group, (rank, peer), (asked[peer], asks[peer])) for peer in ranks}
-    said = _exchange(group, ranks, proofs)
-    for peer in others:
-        expected = _compute_proof(secret, group, (peer, rank), (asks[peer], asked[peer]))
-        if not hmac.compare_digest(said[peer], expected):
+    own_nonces = {peer: secrets.token_bytes(_PROOF_BYTES) for peer in ranks}
+    asks = _exchange(group, ranks, own_nonces)
+    proofs = {peer: _compute_proof(secret, group, (rank, peer), (own_nonces[peer], asks[peer])) for peer in ranks}
+    peer_proofs = _exchange(group, ranks, proofs)
+    for peer in peers:
+        expected = _compute_proof(secret, group, (peer, rank), (asks[peer], own_nonces[peer]))
+        if not hmac.compare_digest(peer_proofs[peer], expected):
             raise PolylaneError(
                 f"who connected as rank {peer} is not a worker of this job (it does not know the job's secret): "
                 "another process has taken its place; start the job again, with the same POLYLANE_SECRET on all hosts "
@@ -85,25 +85,27 @@ def authenticate_group(group: dist.ProcessGroup, secret: bytes, ranks: Sequence[
             )
 
 
-def _exchange(group: dist.ProcessGroup, ranks: Sequence[int], each: Mapping[int, bytes]) -> dict[int, bytes]:
+def _exchange(group: dist.ProcessGroup, ranks: Sequence[int], messages: Mapping[int, bytes]) -> dict[int, bytes]:
     """Send each rank its bytes, the same number to all, and return what each rank has sent."""
-    given = torch.frombuffer(bytearray(b"".join(each[peer] for peer in ranks)), dtype=torch.uint8)
-    got = torch.empty_like(given)
-    group.alltoall_base(got, given, [], [], dist.AllToAllOptions()).wait(INTRODUCTION)
+    payload = torch.frombuffer(bytearray(b"".join(messages[peer] for peer in ranks)), dtype=torch.uint8)
+    got = torch.empty_like(payload)
+    group.alltoall_base(got, payload, [], [], dist.AllToAllOptions()).wait(INTRODUCTION)
     return {peer: row.numpy().tobytes() for peer, row in zip(ranks, got.view(len(ranks), -1), strict=True)}
 
 
-def _compute_proof(secret: bytes, group: dist.ProcessGroup, way: tuple[int, int], nonces: tuple[bytes, bytes]) -> bytes:
+def _compute_proof(
+    secret: bytes, group: dist.ProcessGroup, direction: tuple[int, int], nonces: tuple[bytes, bytes]
+) -> bytes:
     """Return the proof for one direction.
 
     Args:
         secret: secret of the job's workers.
         group: group whose members prove themselves.
-        way: rank that proves itself, and the one to which it does.
+        direction: rank that proves itself, and the one to which it does.
         nonces: random bytes that the one and the other have sent, all of one length.
     """
-    said = f"{group.group_name}: {way[0]} to {way[1]}: ".encode() + b"".join(nonces)
-    return hmac.digest(secret, said, hashlib.sha256)
+    message = f"{group.group_name}: {direction[0]} to {direction[1]}: ".encode() + b"".join(nonces)
+    return hmac.digest(secret, message, hashlib.sha256)
 
 
 def _group_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -122,8 +124,8 @@ def _decode_value(data: Tensor, length: Tensor) -> Any:
     return decode(data[: _check_length(length)].cpu().numpy().tobytes())
 
 
-def _check_length(told: Tensor) -> int:
-    length = int(told)
+def _check_length(announced_length: Tensor) -> int:
+    length = int(announced_length)
     if not 0 < length <= LONGEST:
         raise PolylaneError(f"another worker wants to send {length} bytes of a value: it is no worker of this job")
     return length

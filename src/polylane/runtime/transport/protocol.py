@@ -147,10 +147,10 @@ class TransportCounters:
         self.wire[kind] += wire
         self.wire["header"] += headers
 
-    def move_sent(self, kind: str, other: str, sent: int) -> None:
+    def move_sent(self, kind: str, other_kind: str, sent: int) -> None:
         """Count bytes that were sent by calls of one kind as those of another one."""
         self.wire[kind] -= sent
-        self.wire[other] += sent
+        self.wire[other_kind] += sent
 
     @property
     def given(self) -> int:
@@ -317,14 +317,14 @@ def require_source(source: int, members: Sequence[int]) -> None:
         raise ValueError(f"rank {source} cannot be the source for ranks {members}: it is none of them")
 
 
-def undeclared(rank: int, what: str) -> ValueError:
+def undeclared(rank: int, description: str) -> ValueError:
     """Return the error for a channel or group that was not declared when the transport was made.
 
     Args:
         rank: rank of the worker that uses it.
-        what: the channel or group in words, as ``"group (0, 1)"``.
+        description: the channel or group in words, as ``"group (0, 1)"``.
     """
-    return ValueError(f"rank {rank} has no {what}: declare it when the transport is made")
+    return ValueError(f"rank {rank} has no {description}: declare it when the transport is made")
 
 
 def normalize_group(ranks: Iterable[int], size: int) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ _MAGIC = b"PLV1"
 _HEAD = struct.Struct("=4sQ")  # the magic; bytes of the JSON text, which the raw bytes of tensors follow
 _ALIGN = 16  # alignment of each tensor's bytes, so that they can be viewed in place
 
-_DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,17 @@ _FORMS: dict[str, _TypeSerializer] = {}
 _NAMES: dict[type, str] = {}
 
 
-def register_type(kind: type, plain: Callable[[Any], Any], made: Callable[[Any], Any]) -> None:
+def register_type(kind: type, plain: Callable[[Any], Any], factory: Callable[[Any], Any]) -> None:
     """Register a class as serializable.
 
     Args:
         kind: exactly this class; subclasses are not included.
         plain: returns a value's content as plain values.
-        made: builds the value from its content, or raises if that is invalid; must have no other effect, since the
+        factory: builds the value from its content, or raises if that is invalid; must have no other effect, since the
             content may be an attacker's.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
-    _FORMS[name], _NAMES[kind] = _TypeSerializer(plain, made), name
+    _FORMS[name], _NAMES[kind] = _TypeSerializer(plain, factory), name
 
 
 def serializable(kind: C) -> C:
@@ -153,8 +153,8 @@ def _to_plain(value: Any, tail: list[bytes]) -> Any:
     kind = type(value)
     if value is None or kind in (bool, str):
         return value
-    if (found := _NAMES.get(kind)) is not None:
-        return ["o", found, _to_plain(_FORMS[found].to_plain(value), tail)]
+    if (name := _NAMES.get(kind)) is not None:
+        return ["o", name, _to_plain(_FORMS[name].to_plain(value), tail)]
     if isinstance(value, Tensor):
         return _tensor_to_plain(value, tail)
     if isinstance(value, enum.Enum):  # unregistered: an IntEnum would silently become an int below
@@ -168,17 +168,17 @@ def _to_plain(value: Any, tail: list[bytes]) -> Any:
     if isinstance(value, bytes | bytearray):
         return ["b", base64.b64encode(value).decode()]
     if kind in (list, tuple):
-        return ["l" if kind is list else "t", *(_to_plain(each, tail) for each in value)]
+        return ["l" if kind is list else "t", *(_to_plain(element, tail) for element in value)]
     if isinstance(value, Mapping):
         return ["d", *(part for item in value.items() for part in (_to_plain(item[0], tail), _to_plain(item[1], tail)))]
     if kind in (set, frozenset):
         # Sorted, because the order of a set differs between processes. Tensors are refused: their bytes are in the tail
         # in the order of occurrence.
         none: list[bytes] = []
-        every = sorted((_to_plain(each, none) for each in value), key=json.dumps)
+        elements = sorted((_to_plain(element, none) for element in value), key=json.dumps)
         if none:
             raise TypeError("a set of tensors cannot be sent to other workers")
-        return ["s" if kind is set else "z", *every]
+        return ["s" if kind is set else "z", *elements]
     raise TypeError(f"a value of {kind.__qualname__} cannot be sent to other workers")
 
 
@@ -204,23 +204,23 @@ class _Reader:
             if isinstance(plain, dict):
                 raise ValueError("an object of JSON")
             return plain
-        sort, *rest = plain
-        return _SORTS[sort](self, rest)
+        sort, *fields = plain
+        return _SORTS[sort](self, fields)
 
-    def read_list(self, rest: list[Any]) -> list[Any]:
-        return [self.value(each) for each in rest]
+    def read_list(self, fields: list[Any]) -> list[Any]:
+        return [self.value(element) for element in fields]
 
-    def read_dict(self, rest: list[Any]) -> dict[Any, Any]:
-        every = self.read_list(rest)
-        return dict(zip(every[::2], every[1::2], strict=True))
+    def read_dict(self, fields: list[Any]) -> dict[Any, Any]:
+        elements = self.read_list(fields)
+        return dict(zip(elements[::2], elements[1::2], strict=True))
 
-    def read_object(self, rest: list[Any]) -> Any:
-        name, content = rest
+    def read_object(self, fields: list[Any]) -> Any:
+        name, content = fields
         return _FORMS[name].from_plain(self.value(content))
 
-    def read_tensor(self, rest: list[Any]) -> Tensor:
-        name, *shape = rest
-        if any(type(each) is not int or each < 0 for each in shape):
+    def read_tensor(self, fields: list[Any]) -> Tensor:
+        name, *shape = fields
+        if any(type(length) is not int or length < 0 for length in shape):
             raise ValueError("not a shape")
         dtype = _DTYPES[name]
         size = math.prod(shape) * dtype.itemsize
@@ -234,8 +234,8 @@ class _Reader:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
-def _read_bytes(rest: list[Any]) -> bytes:
-    (text,) = rest
+def _read_bytes(fields: list[Any]) -> bytes:
+    (text,) = fields
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
@@ -248,11 +248,11 @@ _SPECIAL_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _SORTS: dict[str, Callable[[_Reader, list[Any]], Any]] = {
     "o": _Reader.read_object,
     "x": _Reader.read_tensor,
-    "f": lambda reader, rest: _SPECIAL_FLOATS[rest[0]],
-    "b": lambda reader, rest: _read_bytes(rest),
+    "f": lambda reader, fields: _SPECIAL_FLOATS[fields[0]],
+    "b": lambda reader, fields: _read_bytes(fields),
     "l": _Reader.read_list,
-    "t": lambda reader, rest: tuple(reader.read_list(rest)),
+    "t": lambda reader, fields: tuple(reader.read_list(fields)),
     "d": _Reader.read_dict,
-    "s": lambda reader, rest: set(reader.read_list(rest)),
-    "z": lambda reader, rest: frozenset(reader.read_list(rest)),
+    "s": lambda reader, fields: set(reader.read_list(fields)),
+    "z": lambda reader, fields: frozenset(reader.read_list(fields)),
 }

@@ -61,9 +61,9 @@ class HostStaging:
 
     def _wait_copied(self) -> None:
         if self.device.type != "cpu":
-            done = torch.Event(self.device)
-            done.record(torch.accelerator.current_stream(self.device))
-            done.synchronize()
+            event = torch.Event(self.device)
+            event.record(torch.accelerator.current_stream(self.device))
+            event.synchronize()
 
 
 class StagedTransport:
@@ -119,16 +119,16 @@ class StagedTransport:
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
     ) -> PendingResult[list[Tensor]]:
         protocol.require_pieces(pieces, shapes, ranks)
-        own = tuple(ranks).index(self.rank)
+        own_index = tuple(ranks).index(self.rank)
         # This rank's own piece stays on the device: the inner transport is given an empty one in its place.
         staged = [
-            torch.empty(0, dtype=piece.dtype) if i == own else self._staging.to_host(piece)
+            torch.empty(0, dtype=piece.dtype) if i == own_index else self._staging.to_host(piece)
             for i, piece in enumerate(pieces)
         ]
-        pending, kept = self._inner.all_to_all(staged, shapes, ranks), pieces[own]
+        pending, own_piece = self._inner.all_to_all(staged, shapes, ranks), pieces[own_index]
 
-        def finish(found: list[Tensor]) -> list[Tensor]:
-            return [kept if i == own else self._staging.to_device(part) for i, part in enumerate(found)]
+        def finish(parts: list[Tensor]) -> list[Tensor]:
+            return [own_piece if i == own_index else self._staging.to_device(part) for i, part in enumerate(parts)]
 
         return self._then(pending, finish)
 

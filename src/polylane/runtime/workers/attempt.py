@@ -34,15 +34,15 @@ def name_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     Raises:
         PeerLost: a worker did not come in time.
     """
-    end, own = time.monotonic() + timeout.total_seconds(), secrets.token_hex(8)
+    end, token = time.monotonic() + timeout.total_seconds(), secrets.token_hex(8)
     if rank == 0:
         for peer in range(1, size):
-            _answer_until_confirmed(store, peer, own, end)
-        return own
-    store.set(f"ask/{rank}", own)
+            _answer_until_confirmed(store, peer, token, end)
+        return token
+    store.set(f"ask/{rank}", token)
     while True:
         word, _, name = _read(store, f"answer/{rank}").partition(" ")
-        if word == own:
+        if word == token:
             store.set(f"confirm/{rank}", name)
             return name
         _pause(0, end)

@@ -68,8 +68,8 @@ class Failure:
         # Cleaning up after a failed action often fails as well: report the failure of the action.
         failed = next((link for link in reversed(_exception_chain(error)) if isinstance(link, ActionFailed)), None)
         root = error if failed is None else failed.__cause__ or failed
-        known = () if failed is None else ("stage", "microbatch", "module", "source")
-        place = {name: getattr(failed, name) for name in known}
+        names = () if failed is None else ("stage", "microbatch", "module", "source")
+        place = {name: getattr(failed, name) for name in names}
         if isinstance(root, SystemExit):
             return cls.of_system_exit(rank, root)
         root = explain_refusal(root, rank, **place) or root
@@ -94,9 +94,9 @@ class Failure:
             leaving: exception that ended the worker's function.
         """
         frames = traceback.extract_tb(leaving.__traceback__)
-        where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        location = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         return cls(
-            rank, "SystemExit", f"sys.exit({format_exit_code(leaving)}){where} ended it before its work was done"
+            rank, "SystemExit", f"sys.exit({format_exit_code(leaving)}){location} ended it before its work was done"
         )
 
     @classmethod
@@ -177,8 +177,8 @@ def _pickle_error(error: PolylaneError) -> bytes:
     """Return a pickle of the error; of a plain PolylaneError with its message if it does not survive pickling."""
     try:
         data = pickle.dumps(error)
-        same = pickle.loads(data)
-        if type(same) is type(error) and str(same) == str(error):
+        copy = pickle.loads(data)
+        if type(copy) is type(error) and str(copy) == str(error):
             return data
     except Exception:  # a user's subclass may fail in any way on the way through pickle
         pass

@@ -78,15 +78,15 @@ class FileStore:
     """Object collectives and a c10d store over the file of a :class:`MeetingPlace`.
 
     Args:
-        place: rendezvous of the job, with its secret.
+        meeting_place: rendezvous of the job, with its secret.
         rank: rank of this worker, from 0.
         size: number of workers of the job.
         timeout: longest wait for another worker's value.
     """
 
-    def __init__(self, place: MeetingPlace, rank: int, size: int, timeout: timedelta) -> None:
-        self.secret = place.secret
-        self.store = dist.FileStore(place.file, -1)  # type: ignore[attr-defined]
+    def __init__(self, meeting_place: MeetingPlace, rank: int, size: int, timeout: timedelta) -> None:
+        self.secret = meeting_place.secret
+        self.store = dist.FileStore(meeting_place.file, -1)  # type: ignore[attr-defined]
         self.store.set_timeout(timeout)
         self._rank, self._size, self._rounds = rank, size, 0
         self._timeout = timeout
@@ -99,8 +99,8 @@ class FileStore:
         """
         key, self._rounds = f"polylane/{self._rounds}", self._rounds + 1
         self._write(f"{key}/{self._rank}", encode(value))
-        every = (value if peer == self._rank else self._read(f"{key}/{peer}", peer) for peer in range(self._size))
-        return list(every)
+        values = (value if peer == self._rank else self._read(f"{key}/{peer}", peer) for peer in range(self._size))
+        return list(values)
 
     def mark_left(self) -> None:
         """Record that this worker has ended, so that others do not wait for its values."""

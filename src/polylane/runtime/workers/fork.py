@@ -251,10 +251,10 @@ class _WorkerTeam(Generic[T]):
         """Wait for workers to exit by themselves; return whether all did in time."""
         deadline = time.monotonic() + seconds
         while alive := [m.process.sentinel for m in self.members if not m.is_gone]:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0:
                 return False
-            if connection.wait(alive, min(left, POLL_SECONDS)):
+            if connection.wait(alive, min(seconds_left, POLL_SECONDS)):
                 time.sleep(REAP_SECONDS)
         return True
 
@@ -297,11 +297,11 @@ def _enlarge_pipe(pipe: Connection) -> None:
 @contextmanager
 def _hold_interrupts() -> Iterator[None]:
     """Context manager: block Ctrl-C and the stop signals, which are delivered at the end."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 # ---------------------------------------------------------------------------------------------------- the worker's side
@@ -355,7 +355,7 @@ def run_worker(
     worker: Callable[[WorkerContext], object],
     rank: int,
     workers: int,
-    place: MeetingPlace,
+    meeting_place: MeetingPlace,
     reports: Connection,
     stop: StopRequest,
 ) -> Failure | None:
@@ -365,7 +365,7 @@ def run_worker(
         worker: the worker's function, called with its context.
         rank: rank of this worker, from 0.
         workers: number of workers of the job.
-        place: rendezvous of the job, with its secret.
+        meeting_place: rendezvous of the job, with its secret.
         reports: connection to the parent, for messages, result and failure.
         stop: the request that all processes of the job share.
     """
@@ -377,7 +377,7 @@ def run_worker(
             reports.send_bytes(content)
 
     try:
-        world = World.of_started_worker(FileStore(place, rank, workers, TIMEOUT), rank, workers, stop)
+        world = World.of_started_worker(FileStore(meeting_place, rank, workers, TIMEOUT), rank, workers, stop)
         with end_forked_children():
             value = worker(WorkerContext(world, send))
         content = io.BytesIO()

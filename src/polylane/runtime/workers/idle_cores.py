@@ -23,10 +23,10 @@ def threads_of_idle_cores(world: World, workers: int = 1) -> Iterator[None]:
         world: this worker among all workers.
         workers: how many workers of this host compile at the same time.
     """
-    before = torch.get_num_threads()
+    thread_count = torch.get_num_threads()
     if world.accelerator is not None and hasattr(os, "sched_getaffinity"):
-        torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // workers))
+        torch.set_num_threads(max(thread_count, len(os.sched_getaffinity(0)) // workers))
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(thread_count)

@@ -51,15 +51,15 @@ class OutOfMemory(PolylaneError):
 
     def __str__(self) -> str:
         need = self.need
-        who = "this process" if need.rank is None else f"worker {need.rank}"
-        what = "was killed by the system because memory ran out" if need.was_killed else "ran out of memory"
+        name = "this process" if need.rank is None else f"worker {need.rank}"
+        event = "was killed by the system because memory ran out" if need.was_killed else "ran out of memory"
         place = describe_place(need.stage, need.microbatch, need.module, need.source)
-        asked = "" if need.asked is None else f", asking for {format_size(need.asked)} more"
+        extra = "" if need.asked is None else f", asking for {format_size(need.asked)} more"
         predicted = (
             "" if need.predicted is None else f"; the plan was predicted to take {format_size(need.predicted)} there"
         )
         return (
-            f"{who} {what}{place}{asked}{predicted}: `polylane plan --memory SIZE` finds a plan that takes less, and "
+            f"{name} {event}{place}{extra}{predicted}: `polylane plan --memory SIZE` finds a plan that takes less, and "
             "so do recompute=full, more microbatches or more workers in the plan"
         )
 
@@ -90,9 +90,9 @@ def out_of_memory(
     """
     if not is_out_of_memory(error):
         return None
-    found = _ASKED.search(str(error))
-    asked = None if found is None else round(float(found[1]) * _FACTORS[found[2].lower()])
-    return OutOfMemory(MemoryNeed(rank, asked, None, False, stage, microbatch, module, source))
+    match = _ASKED.search(str(error))
+    requested_bytes = None if match is None else round(float(match[1]) * _FACTORS[match[2].lower()])
+    return OutOfMemory(MemoryNeed(rank, requested_bytes, None, False, stage, microbatch, module, source))
 
 
 def count_system_kills() -> int:

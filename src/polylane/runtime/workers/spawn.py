@@ -95,11 +95,11 @@ def spawn_workers(
         shutdown_timeout=SHUTDOWN_SECONDS,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
-    place = MeetingPlace.in_folder()
-    office: _ReportServer[T] = _ReportServer(place, on_message)
+    meeting_place = MeetingPlace.in_folder()
+    office: _ReportServer[T] = _ReportServer(meeting_place, on_message)
     stop = stop or StopRequest()
-    stop.move_to_file(place.folder / STOP_FILE)
-    arguments = (worker, office.address, place, os.getpid(), threads_per_worker(workers), stop.waits_for_save)
+    stop.move_to_file(meeting_place.folder / STOP_FILE)
+    arguments = (worker, office.address, meeting_place, os.getpid(), threads_per_worker(workers), stop.waits_for_save)
     try:
         watch()
         with _restoring_handlers():
@@ -112,7 +112,7 @@ def spawn_workers(
         try:
             office.close()
         finally:
-            place.remove_files()
+            meeting_place.remove_files()
     return [office.lines[rank].result[0] for rank in range(workers)]
 
 
@@ -161,7 +161,7 @@ class _ReportServer(Generic[T]):
     of the job before anything else is read.
 
     Args:
-        place: rendezvous of the job, in a folder, with its secret.
+        meeting_place: rendezvous of the job, in a folder, with its secret.
         on_message: called in the server's thread with (rank, content) of a message; or None.
 
     Attributes:
@@ -169,13 +169,13 @@ class _ReportServer(Generic[T]):
         address: path of the server's socket.
     """
 
-    def __init__(self, place: MeetingPlace, on_message: Listener | None) -> None:
-        self._key = place.secret
+    def __init__(self, meeting_place: MeetingPlace, on_message: Listener | None) -> None:
+        self._key = meeting_place.secret
         self.lines: dict[int, WorkerPipe[T]] = {}
         self._kills_before = count_system_kills()
         self._failures: list[Failure] = []  # in the order of arrival
         self._on_message = on_message
-        self.address = str(place.folder / "office")
+        self.address = str(meeting_place.folder / "office")
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(self.address)
         self._server.listen()
@@ -250,7 +250,7 @@ def _set_read_timeout(connected: socket.socket, seconds: float) -> None:
 def _run_process(
     worker: Callable[[WorkerContext], object],
     address: str,
-    place: MeetingPlace,
+    meeting_place: MeetingPlace,
     parent: int,
     threads: int,
     waits_for_save: bool,
@@ -258,7 +258,7 @@ def _run_process(
     """Run a new process: connect to the report server, introduce itself, run the worker's function."""
     guard_streams()
     put_work_first()
-    stop = StopRequest.in_file(place.folder / STOP_FILE, waits_for_save)
+    stop = StopRequest.in_file(meeting_place.folder / STOP_FILE, waits_for_save)
     tie_to_parent(parent, stop, under_agent=True)
     torch.set_num_threads(threads)
     rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -266,9 +266,9 @@ def _run_process(
     office = socket.socket(socket.AF_UNIX)
     office.connect(address)
     reports = connection.Connection(office.detach())
-    reports.send_bytes(place.secret)
+    reports.send_bytes(meeting_place.secret)
     reports.send_bytes(str(rank).encode())
-    failure = run_worker(worker, rank, workers, place, reports, stop)
+    failure = run_worker(worker, rank, workers, meeting_place, reports, stop)
     if failure is not None:
         if failure.is_echo:
             # The agent ends all workers as soon as one exits: the one that caused the echo must report first.

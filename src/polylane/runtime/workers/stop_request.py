@@ -167,14 +167,14 @@ class LauncherSignals:
             yield
             return
         numbers = (*list_heeded(), *((signal.SIGINT,) if self._stop.waits_for_save else ()))
-        before = {number: signal.signal(number, self._receive) for number in numbers}
+        old_handlers = {number: signal.signal(number, self._receive) for number in numbers}
         try:
             yield
         finally:
             if self._requested_at is not None:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, self._alarm_before)
-            for number, handler in before.items():
+            for number, handler in old_handlers.items():
                 signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -182,15 +182,15 @@ class LauncherSignals:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        now = time.monotonic()
+        received_at = time.monotonic()
         if not self._stop.waits_for_save:
             raise Stopped(number)
         if self._requested_at is None:
-            self._requested_at = now
+            self._requested_at = received_at
             self._stop.set(number)
             self._start_grace()
             self._say(describe_request(number, self._grace))
-        elif number == signal.SIGINT or is_second(number, now - self._requested_at):
+        elif number == signal.SIGINT or is_second(number, received_at - self._requested_at):
             raise Stopped(number)
 
     def _start_grace(self) -> None:

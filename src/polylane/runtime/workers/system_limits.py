@@ -33,8 +33,8 @@ def explain_refusal(error: BaseException, rank: int | None, **place: Any) -> Pol
         return memory
     if (refused := _describe_limit(error)) is None:
         return None
-    who = "this process" if rank is None else f"worker {rank}"
-    return LimitReached(f"{who} {refused[0]}{describe_place(**place) if place else ''}: {refused[1]}")
+    name = "this process" if rank is None else f"worker {rank}"
+    return LimitReached(f"{name} {refused[0]}{describe_place(**place) if place else ''}: {refused[1]}")
 
 
 def _describe_limit(error: BaseException) -> tuple[str, str] | None:
@@ -42,8 +42,8 @@ def _describe_limit(error: BaseException) -> tuple[str, str] | None:
     number = error.errno if isinstance(error, OSError) else None
     is_native = isinstance(error, OSError | RuntimeError | ImportError)
     if number in (errno.EMFILE, errno.ENFILE) or (is_native and _FILES_WORDS in str(error)):
-        least = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"cannot open another file, {least} at once are its limit", "raise it with ulimit -n, 1024 or more"
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"cannot open another file, {limit} at once are its limit", "raise it with ulimit -n, 1024 or more"
     if (number == errno.EAGAIN and _was_starting(error)) or (
         is_native and any(words in str(error) for words in _THREAD_WORDS)
     ):

@@ -112,8 +112,8 @@ class TorchrunWorker:
         store.set(f"process/{self._rank}", f"{agent} {os.getpid()}")
         cards = store.multi_get([f"process/{rank}" for rank in range(size)])
         for rank, card in enumerate(cards):
-            whose, _, process = card.decode().rpartition(" ")
-            if whose == agent:
+            peer_agent, _, process = card.decode().rpartition(" ")
+            if peer_agent == agent:
                 self._pids[rank] = int(process)
         self._store = store.clone()  # type: ignore[attr-defined]  # the main thread's may be inside a wait
         for rank, pid in self._pids.items():
@@ -213,7 +213,7 @@ class TorchrunWorker:
             if self._agent in ready:
                 os.kill(os.getpid(), signal.SIGKILL)
             # Deaths before signals: the agent sends SIGTERM to all workers because one of them died.
-            for descriptor in [each for each in ready if each in self._peers]:
+            for descriptor in [ready_descriptor for ready_descriptor in ready if ready_descriptor in self._peers]:
                 self._bury(descriptor)
             if self._wake in ready:
                 for number in os.read(self._wake, 1024):
@@ -227,8 +227,8 @@ class TorchrunWorker:
         poll = select.poll()
         for descriptor in [self._wake, *self._peers, *([] if self._agent is None else [self._agent])]:
             poll.register(descriptor, select.POLLIN)
-        left = None if self._requested_at is None else self._requested_at + self._grace - time.monotonic()
-        return [ready for ready, _ in poll.poll(None if left is None else max(left * 1000 + 1, 0))]
+        seconds_left = None if self._requested_at is None else self._requested_at + self._grace - time.monotonic()
+        return [ready for ready, _ in poll.poll(None if seconds_left is None else max(seconds_left * 1000 + 1, 0))]
 
     def _bury(self, descriptor: int) -> None:
         rank = self._peers.pop(descriptor)
@@ -245,15 +245,15 @@ class TorchrunWorker:
         if self._name_dead() or self._has_peer_failed() or self._name_loss():
             time.sleep(LINGER_SECONDS)
             os._exit(1)
-        now = time.monotonic()
+        received_at = time.monotonic()
         if not self._stop.waits_for_save:
             self._end(number)
         elif self._requested_at is None:
-            self._requested_at = now
+            self._requested_at = received_at
             self._stop.set(number)
             if self._local_rank == 0:
                 say_at_once(describe_request(number, self._grace))
-        elif is_second(number, now - self._requested_at):
+        elif is_second(number, received_at - self._requested_at):
             self._end(number)
 
 
@@ -272,8 +272,8 @@ def _restore_signals() -> None:
 
 def _children_of(pid: int) -> list[int]:
     """Return the process ids of the living children of a process; none where they cannot be read."""
-    lists = [each.read_text().split() for each in Path(f"/proc/{pid}/task").glob("*/children")]
-    children = [int(child) for each in lists for child in each]
+    lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    children = [int(child) for fields in lists for child in fields]
     return [child for child in children if _read_status(child)[:1] not in ([], ["Z"])]
 
 

@@ -290,7 +290,7 @@ def _own_backend(device: torch.device, local_size: int) -> str:
     return backend_of_device(device)
 
 
-def agree_on_backend(store: Store, rank: int, size: int, own: str, device: torch.device) -> str:
+def agree_on_backend(store: Store, rank: int, size: int, backend: str, device: torch.device) -> str:
     """Return the backend of all workers: the one that all of them can use, else gloo; a collective of the workers.
 
     Workers also share a device if each of them sees it as its first one (CUDA_VISIBLE_DEVICES set for each process):
@@ -300,14 +300,14 @@ def agree_on_backend(store: Store, rank: int, size: int, own: str, device: torch
         store: store of all workers, for this exchange alone.
         rank: rank of this worker, from 0.
         size: number of workers, over all hosts.
-        own: backend that this worker could use.
+        backend: backend that this worker could use.
         device: device of this worker.
     """
-    store.set(f"{rank}", f"{own} {_device_identity(device)}")
+    store.set(f"{rank}", f"{backend} {_device_identity(device)}")
     cards = [card.decode().split(" ", 1) for card in store.multi_get([f"{rank}" for rank in range(size)])]
     backends, devices = {card[0] for card in cards}, [card[1] for card in cards if card[1]]
     is_shared = len(set(devices)) < len(devices)
-    return "gloo" if len(backends) > 1 or is_shared else own
+    return "gloo" if len(backends) > 1 or is_shared else backend
 
 
 def _device_identity(device: torch.device) -> str:
@@ -331,5 +331,7 @@ def _read_environment(name: str, default: int | None = None) -> int:
     try:
         return int(text or "")
     except ValueError:
-        said = "is not set" if text is None else f"is {text!r}, not a whole number"
-        raise PolylaneError(f"RANK is set but {name} {said}: start the workers with torchrun, or unset RANK") from None
+        problem = "is not set" if text is None else f"is {text!r}, not a whole number"
+        raise PolylaneError(
+            f"RANK is set but {name} {problem}: start the workers with torchrun, or unset RANK"
+        ) from None

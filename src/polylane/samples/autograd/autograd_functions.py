@@ -82,13 +82,13 @@ def prove_function(node: fx.Node, step: OperatorNode, states: Sequence[State]) -
         )
         for tensor, value, state in zip(tensors, step.call.inputs, states, strict=True)
     )
-    key = (arguments, *(_describe_setting(each) for each in settings))
-    known = _KNOWN.setdefault(function, {})
-    if key not in known:
+    key = (arguments, *(_describe_setting(setting) for setting in settings))
+    proofs = _KNOWN.setdefault(function, {})
+    if key not in proofs:
         # A first call may fail for its own setup (an import, a cache): try once more.
         traced = TracedFunction(function, settings, arguments)
-        known[key] = _prove_states(traced) or _prove_states(traced)
-    return known[key]
+        proofs[key] = _prove_states(traced) or _prove_states(traced)
+    return proofs[key]
 
 
 def trace_joins_samples(node: fx.Node) -> bool:
@@ -138,11 +138,11 @@ def _device_of(val: Tensor) -> torch.device:
 def _prove_states(function: TracedFunction) -> tuple[State, ...] | None:
     with undo_side_effects(function.call.apply) as touched:
         try:
-            first = trace_function(function, ())
-            states = _output_states(first)
+            first_trace = trace_function(function, ())
+            states = _output_states(first_trace)
             if states is None:
                 return None
-            for chosen in _tangent_choices(first.differentiable):
+            for chosen in _tangent_choices(first_trace.differentiable):
                 if not _gradients_match(trace_function(function, chosen), states):
                     return None
         except Exception:  # user code on fake tensors may raise anything
@@ -160,8 +160,8 @@ def _tangent_choices(differentiable: Sequence[int]) -> Iterator[tuple[int, ...]]
 
 def _gradients_match(trace: FunctionTrace, states: Sequence[State]) -> bool:
     """Return whether all input gradients have the states that the table demands, given tangents of some outputs."""
-    given = [_state_of_gradient(states[output]) for output in trace.tangents]
-    walk = None if None in given else _interpret_trace(trace, given)
+    tangent_states = [_state_of_gradient(states[output]) for output in trace.tangents]
+    walk = None if None in tangent_states else _interpret_trace(trace, tangent_states)
     if walk is None or _interpret_outputs(walk, trace) != list(states):
         return False
     results: Any = trace.graph.output_node().args[0]
@@ -209,13 +209,15 @@ def _state_of_gradient(state: State) -> State | None:
 
 
 def _is_gradient_of(state: State, walk: AbstractInterpreter, key: TensorKey) -> bool:
-    found, wanted = _state_in_order(walk, key), _state_of_gradient(state)
-    if found is None or wanted is None:
+    gradient_state, expected_state = _state_in_order(walk, key), _state_of_gradient(state)
+    if gradient_state is None or expected_state is None:
         return False
     if state == REPLICATE:
-        return power_of_additive(found) == 0
+        return power_of_additive(gradient_state) == 0
     return (
-        found == wanted if isinstance(state, Shard) else power_of_proportional(found) == power_of_proportional(wanted)
+        gradient_state == expected_state
+        if isinstance(state, Shard)
+        else power_of_proportional(gradient_state) == power_of_proportional(expected_state)
     )
 
 
@@ -249,7 +251,7 @@ def undo_side_effects(apply: Callable[..., Any]) -> Iterator[Callable[[], bool]]
     """
     changed = False
     reached = find_python_names((), [getattr(apply, "__self__", apply)], everything=True)
-    random, held, put_back = generator_states(), _digests(reached), snapshot_names(reached, ())
+    random, old_digests, put_back = generator_states(), _digests(reached), snapshot_names(reached, ())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -257,11 +259,11 @@ def undo_side_effects(apply: Callable[..., Any]) -> Iterator[Callable[[], bool]]
         finally:
             # A function that changes state is not proven, even though the change is undone: it may depend
             # on it.
-            changed = not states_equal(random, generator_states()) or _digests(reached) != held
+            changed = not states_equal(random, generator_states()) or _digests(reached) != old_digests
             put_back()
             restore_generators(random)
 
 
 def _digests(reached: Sequence[PythonName]) -> list[Any]:
     digests = StateDigests(())
-    return [digests.of(place.get()) for place in reached]
+    return [digests.of(name.get()) for name in reached]

@@ -130,18 +130,20 @@ def _trace_with_samples(
         # Arguments are copied: the function may change them.
         call = function.call
         result = FunctionCall(call.apply, copy.deepcopy(call.arguments), call.tensor_positions).run(inputs)
-        return [result] if isinstance(result, Tensor) else [each for each in result if isinstance(each, Tensor)]
+        return [result] if isinstance(result, Tensor) else [output for output in result if isinstance(output, Tensor)]
 
-    found: dict[str, tuple[int, ...]] = {"gradients": ()}
-    wanted = [i for i, argument in enumerate(function.arguments) if argument.requires_grad]
+    indices: dict[str, tuple[int, ...]] = {"gradients": ()}
+    argument_indices = [i for i, argument in enumerate(function.arguments) if argument.requires_grad]
 
     def passes(*tensors: Tensor) -> list[Tensor]:
         inputs, tangents = tensors[: len(function.arguments)], tensors[len(function.arguments) :]
         outputs = run(inputs)
         if not tangents:
             return outputs
-        gradients = compute_gradients([outputs[i] for i in chosen], [inputs[i] for i in wanted], tangents)
-        found["gradients"] = tuple(i for i, gradient in zip(wanted, gradients, strict=True) if gradient is not None)
+        gradients = compute_gradients([outputs[i] for i in chosen], [inputs[i] for i in argument_indices], tangents)
+        indices["gradients"] = tuple(
+            i for i, gradient in zip(argument_indices, gradients, strict=True) if gradient is not None
+        )
         return [*outputs, *(gradient for gradient in gradients if gradient is not None)]
 
     with ExitStack() as stack:
@@ -158,7 +160,7 @@ def _trace_with_samples(
     if failures.any:
         raise ValueError("it caught an error that tensors with data do not raise")
     graph = _inline_constants(traced)
-    return FunctionTrace(function, graph, len(outputs), differentiable, chosen, found["gradients"])
+    return FunctionTrace(function, graph, len(outputs), differentiable, chosen, indices["gradients"])
 
 
 def compute_gradients(
@@ -195,10 +197,10 @@ def _enter_setting(setting: UnderSetting) -> Any:
 def _inline_constants(traced: fx.GraphModule) -> fx.Graph:
     """Return the traced graph with constants as placeholders and without switches of the gradient mode."""
     graph = traced.graph
-    first = next(iter(graph.nodes))
+    first_node = next(iter(graph.nodes))
     for node in list(graph.nodes):
         if node.op == "get_attr":
-            with graph.inserting_before(first):
+            with graph.inserting_before(first_node):
                 constant = graph.placeholder(str(node.target))
             constant.meta = {"val": torch.empty_like(getattr(traced, str(node.target)), device="meta")}
             constant.meta["role"] = ("constant", str(node.target))
@@ -243,7 +245,7 @@ def _prepare_graph(graph: fx.Graph) -> None:
             node.meta["role"], leaf = ("input", leaf), leaf + 1
     memory = alias_groups(graph)
     for node in graph.nodes:
-        if any(memory[each].op == "placeholder" for each in written_arguments(node)):
+        if any(memory[argument].op == "placeholder" for argument in written_arguments(node)):
             raise ValueError("it writes what it is given")
         drawn = isinstance(node.target, torch._ops.OpOverload) and node.target.tags
         if drawn and torch.Tag.nondeterministic_seeded in drawn:

@@ -68,12 +68,12 @@ def interpret(
     """
     try:
         # The same operators at two sizes: of the whole batch, and of one of two replicas with half the samples.
-        whole = view_operators(graph, WHOLE, REPLICAS, ragged=True)
-        own = view_operators(graph, OWN, REPLICAS, ragged=True, batch=WHOLE)
+        whole_view = view_operators(graph, WHOLE, REPLICAS, ragged=True)
+        replica_view = view_operators(graph, OWN, REPLICAS, ragged=True, batch=WHOLE)
     except PolylaneError:
         return None
-    walk = AbstractInterpreter(graph, whole, counting, given or {}, per_sample=per_sample, functions=functions)
-    for step, part in zip(whole.operators, own.operators, strict=True):
+    walk = AbstractInterpreter(graph, whole_view, counting, given or {}, per_sample=per_sample, functions=functions)
+    for step, part in zip(whole_view.operators, replica_view.operators, strict=True):
         walk.interpret_operator(step, part.call)
     return walk
 
@@ -99,13 +99,13 @@ class AbstractInterpreter(KnownStates):
         self.described = {node.name: node for node in self.graph.nodes}
         self._of_inputs = nodes_from_inputs(self.graph.code.fx)
 
-    def interpret_operator(self, step: OperatorNode, own: OperatorCall) -> None:
-        """Derive the states of one operator's outputs; ``own`` is the call that a replica makes."""
+    def interpret_operator(self, step: OperatorNode, replica_call: OperatorCall) -> None:
+        """Derive the states of one operator's outputs; ``replica_call`` is the call that a replica makes."""
         if step.call.op == "check" and not check_holds_by_parts(self, self.nodes[step.name]):
             self.unproven_checks.append(self.described[step.name])
-        found = self._derive_states(step, own) if step.output_keys else None
-        for place, key in enumerate(step.output_keys):
-            state = None if found is None else found[place]
+        output_states = self._derive_states(step, replica_call) if step.output_keys else None
+        for index, key in enumerate(step.output_keys):
+            state = None if output_states is None else output_states[index]
             if state is not None:
                 self.states[key] = state
             else:
@@ -114,7 +114,7 @@ class AbstractInterpreter(KnownStates):
 
     # ---- one operator ----
 
-    def _derive_states(self, step: OperatorNode, own: OperatorCall) -> Derived:
+    def _derive_states(self, step: OperatorNode, replica_call: OperatorCall) -> Derived:
         """Return the states of an operator's outputs, if they can be proven."""
         node = self.nodes[step.name]
         if isinstance(node.target, WholeBatchStatistic):
@@ -127,24 +127,30 @@ class AbstractInterpreter(KnownStates):
             return None
         if any(key not in self.states for key in step.input_keys) or _has_unknown_numbers(step.call):
             return None
-        sizes = [each for each in node.all_input_nodes if isinstance(each.target, SymbolicSize)]
-        if any(power_of_size(each) is None for each in sizes):
+        sizes = [size for size in node.all_input_nodes if isinstance(size.target, SymbolicSize)]
+        if any(power_of_size(size) is None for size in sizes):
             return None  # its values at two and four samples prove nothing for others
         # An in-place write of partial results is proven only by way of statistics.
-        found = self._prove_states(step, own, node)
-        if found is not None and not (written_arguments(node) and any(state != REPLICATE for state in found)):
-            return found
-        return self._with_statistics(step, own, node) or found
+        output_states = self._prove_states(step, replica_call, node)
+        if output_states is not None and not (
+            written_arguments(node) and any(state != REPLICATE for state in output_states)
+        ):
+            return output_states
+        return self._with_statistics(step, replica_call, node) or output_states
 
-    def _prove_states(self, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
+    def _prove_states(self, step: OperatorNode, replica_call: OperatorCall, node: fx.Node) -> Derived:
         states = [self.states[key] for key in step.input_keys]
         rows = [s for s in states if isinstance(s, (Shard, Replicate))]
         if len(rows) == len(states):
-            found = derive_rows(self, step, own, node) or derive_sums(self, step, own, node)
+            output_states = derive_rows(self, step, replica_call, node) or derive_sums(self, step, replica_call, node)
         else:
-            found = derive_sums(self, step, own, node)
-        found = found or derive_concatenated(self, step, node)
-        return found or derive_scaled(self, step, own, node) or derive_regrouped(self, step, own, node)
+            output_states = derive_sums(self, step, replica_call, node)
+        output_states = output_states or derive_concatenated(self, step, node)
+        return (
+            output_states
+            or derive_scaled(self, step, replica_call, node)
+            or derive_regrouped(self, step, replica_call, node)
+        )
 
     def _counted_states(self, step: OperatorNode, target: WholeBatchStatistic) -> Derived:
         """Return the state of a whole-batch statistic: replicated, if its parts combine as the statistic does."""
@@ -155,27 +161,27 @@ class AbstractInterpreter(KnownStates):
         extreme = extreme and self._has_extreme(self.key_of(value.all_input_nodes[0]), value)
         if target.combine is CombineParts.SAME:
             return [REPLICATE] if state == REPLICATE else None
-        wanted = {CombineParts.SUM: 0, CombineParts.MEAN: 1}.get(target.combine)
-        return [REPLICATE] if extreme or (wanted is not None and power_of_additive(state) == wanted) else None
+        power = {CombineParts.SUM: 0, CombineParts.MEAN: 1}.get(target.combine)
+        return [REPLICATE] if extreme or (power is not None and power_of_additive(state) == power) else None
 
     def _user_python_states(self, step: OperatorNode) -> Derived:
         """Return the states of the user's own Python, of which only its trace or the user's word is known."""
         described = self.described[step.name]
-        known = all(key in self.states for key in step.input_keys)
-        known = known and not any(isinstance(self.states[key], IN_OTHER_ORDER) for key in step.input_keys)
+        is_known = all(key in self.states for key in step.input_keys)
+        is_known = is_known and not any(isinstance(self.states[key], IN_OTHER_ORDER) for key in step.input_keys)
         # Equal inputs give equal outputs; but a function's gradient may not be, so a differentiable one needs a proof.
-        alike = known and all(self.states[key] == REPLICATE for key in step.input_keys) and not self._grow(step)
-        if alike and not (step.call.op == "function" and described.requires_grad):
+        is_equal = is_known and all(self.states[key] == REPLICATE for key in step.input_keys) and not self._grow(step)
+        if is_equal and not (step.call.op == "function" and described.requires_grad):
             return [REPLICATE] * len(step.output_keys)
-        if known and (proven := self._function_states(step)) is not None:
+        if is_known and (proven := self._function_states(step)) is not None:
             return proven
         call = getattr(self.nodes[step.name].target, "own", None)
-        if known and isinstance(call, LeafCall) and call.is_batch_norm:  # replicas share its statistics
+        if is_known and isinstance(call, LeafCall) and call.is_batch_norm:  # replicas share its statistics
             return [self.placements[key] for key in step.output_keys]
         self.unproven.append(described)
-        if not known or not any(name == "model" or is_inside(described.module, name) for name in self.per_sample):
+        if not is_known or not any(name == "model" or is_inside(described.module, name) for name in self.per_sample):
             return None
-        if alike:
+        if is_equal:
             return [REPLICATE] * len(step.output_keys)
         mean = Additive(1 if self.graph.loss_is_mean or not self.graph.is_opaque else 0)
         floating = [value.dtype.is_floating_point for value in step.call.outputs]
@@ -192,8 +198,8 @@ class AbstractInterpreter(KnownStates):
         placed = [self.placements[key] for key in step.output_keys]
         if not step.input_keys:
             return placed
-        alike = all(self.states.get(key) == REPLICATE for key in step.input_keys) and not self._grow(step)
-        return placed if alike and not self.nodes[step.name].target.own.size_positions else None
+        is_equal = all(self.states.get(key) == REPLICATE for key in step.input_keys) and not self._grow(step)
+        return placed if is_equal and not self.nodes[step.name].target.own.size_positions else None
 
     def _function_states(self, step: OperatorNode) -> Sequence[State] | None:
         """Return the states of a custom autograd function, if its forward and backward pass prove them."""
@@ -213,7 +219,7 @@ class AbstractInterpreter(KnownStates):
 
     # ---- what can be counted over the whole batch first ----
 
-    def _with_statistics(self, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
+    def _with_statistics(self, step: OperatorNode, replica_call: OperatorCall, node: fx.Node) -> Derived:
         """Return the states if operands that follow from the inputs alone are replaced by whole-batch statistics."""
         if not self.counting:
             return None
@@ -221,22 +227,26 @@ class AbstractInterpreter(KnownStates):
         if extreme is not None:
             return extreme
         # Tentatively treat the statistics as replicated, prove again, and restore the states of the operands.
-        before = dict(self.states)
-        wanted: list[NeededStatistic] = []
+        old_states = dict(self.states)
+        statistics: list[NeededStatistic] = []
         for value in node.all_input_nodes:
             statistic = self._statistic(node, value)
             if statistic is not None:
-                wanted.append(statistic)
+                statistics.append(statistic)
                 if isinstance(value.meta.get("val"), Tensor):
                     self.states[self.key_of(value)] = REPLICATE
-        if not wanted:
+        if not statistics:
             return None
-        with_sizes = own if not any(w.combine is None for w in wanted) else self._whole_sizes(step, own, node, wanted)
-        found = self._prove_states(step, with_sizes, node)
-        self.states = {**self.states, **{k: s for k, s in before.items() if k not in step.output_keys}}
-        if found is not None:
-            self.statistics |= {(w.user, w.value): w for w in wanted}
-        return found
+        with_sizes = (
+            replica_call
+            if not any(w.combine is None for w in statistics)
+            else self._whole_sizes(step, replica_call, node, statistics)
+        )
+        output_states = self._prove_states(step, with_sizes, node)
+        self.states = {**self.states, **{k: s for k, s in old_states.items() if k not in step.output_keys}}
+        if output_states is not None:
+            self.statistics |= {(w.user, w.value): w for w in statistics}
+        return output_states
 
     def _statistic(self, node: fx.Node, value: fx.Node) -> NeededStatistic | None:
         if isinstance(value.target, SymbolicSize):
@@ -253,13 +263,13 @@ class AbstractInterpreter(KnownStates):
         return NeededStatistic(node, value, combine)
 
     def _whole_sizes(
-        self, step: OperatorNode, own: OperatorCall, node: fx.Node, wanted: Sequence[NeededStatistic]
+        self, step: OperatorNode, replica_call: OperatorCall, node: fx.Node, statistics: Sequence[NeededStatistic]
     ) -> OperatorCall:
         """Return a replica's call with sizes of the whole batch where these are wanted."""
-        sizes = {w.value for w in wanted if w.combine is None}
+        sizes = {w.value for w in statistics if w.combine is None}
         named = bind_arguments(node)[1]
-        whole = {name: step.call.arguments[name] for name, value in named.items() if value in sizes}
-        return replace(own, arguments={**own.arguments, **whole})
+        whole_sizes = {name: step.call.arguments[name] for name, value in named.items() if value in sizes}
+        return replace(replica_call, arguments={**replica_call.arguments, **whole_sizes})
 
     def _extreme_states(self, step: OperatorNode, node: fx.Node) -> Derived:
         """Return the state of an extreme over all samples that follows from the inputs alone."""

@@ -75,7 +75,7 @@ def _join(states: KnownStates, value: Any) -> Joined | None:
 
 def _join_two(states: KnownStates, base: str, value: fx.Node) -> Joined | None:
     """Return the same for an operator of two operands: a comparison, or a logical one."""
-    first, second = (_join(states, each) for each in value.args[:2])
+    first, second = (_join(states, operand) for operand in value.args[:2])
     if first is None or second is None:
         return None
     if base in ("logical_or", "bitwise_or", "__or__"):
@@ -95,8 +95,8 @@ def _join_reduced(states: KnownStates, value: fx.Node, reduced: Joined) -> Joine
     key = states.key_of(of)
     if isinstance(states.states.get(key), Shard):
         rows = key not in states.size_cuts and not is_ragged(of.meta.get("val"))
-        whole = states.placements.get(states.key_of(value)) == REPLICATE
-        return reduced if rows and whole else None
+        is_replicated = states.placements.get(states.key_of(value)) == REPLICATE
+        return reduced if rows and is_replicated else None
     return reduced if _join(states, of) is reduced else None
 
 

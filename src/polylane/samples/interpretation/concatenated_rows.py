@@ -21,33 +21,33 @@ from polylane.samples.interpretation.ragged import same_formula
 _NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
 
 
-def derive_concatenated(known: KnownStates, step: OperatorNode, node: fx.Node) -> Derived:
+def derive_concatenated(known_states: KnownStates, step: OperatorNode, node: fx.Node) -> Derived:
     """Return the output state of a CTC loss whose targets are concatenated."""
-    if step.call.base != "ctc_loss" or any(key in known.size_cuts for key in step.input_keys):
+    if step.call.base != "ctc_loss" or any(key in known_states.size_cuts for key in step.input_keys):
         return None
     named = bind_arguments(node)[1]
     scores, targets, *lengths = (named[name] for name in ("log_probs", "targets", "input_lengths", "target_lengths"))
-    if not all(isinstance(each, fx.Node) for each in (targets, *lengths)) or targets.meta["val"].dim() != 1:
+    if not all(isinstance(value, fx.Node) for value in (targets, *lengths)) or targets.meta["val"].dim() != 1:
         return None
-    states = [known.states.get(known.key_of(each)) for each in (scores, targets, *lengths)]
+    states = [known_states.states.get(known_states.key_of(value)) for value in (scores, targets, *lengths)]
     if scores.meta["val"].dim() != 3 or not all(_is_sharded(s, d) for s, d in zip(states, (1, 0, 0, 0), strict=True)):
         return None
-    mask = _selecting_mask(known, targets)
+    mask = _selecting_mask(known_states, targets)
     if mask is None or not _counts_rows(mask, lengths[1]):
         return None
-    placed = known.placements.get(step.output_keys[0])
-    made: dict[int, State | None] = {_NONE: placed, _MEAN: Additive(1), _SUM: Additive(0)}
-    return [made[step.call["reduction"]]]
+    placed = known_states.placements.get(step.output_keys[0])
+    states_by_reduction: dict[int, State | None] = {_NONE: placed, _MEAN: Additive(1), _SUM: Additive(0)}
+    return [states_by_reduction[step.call["reduction"]]]
 
 
 def _is_sharded(state: Any, dim: int) -> bool:
     return isinstance(state, Shard) and state.dim == dim
 
 
-def _selecting_mask(known: KnownStates, targets: fx.Node) -> fx.Node | None:
+def _selecting_mask(known_states: KnownStates, targets: fx.Node) -> fx.Node | None:
     """Return the table's mask that selects all targets; None if they are not one mask's."""
     symbols = set(data_dependent_symbols(targets.meta["val"]))
-    masks = [known.masks.get(symbol) for symbol in symbols]
+    masks = [known_states.masks.get(symbol) for symbol in symbols]
     mask = masks[0] if len(masks) == 1 else None
     return mask if mask is not None and mask.meta["val"].dim() == 2 else None
 

@@ -105,7 +105,7 @@ class KnownStates:
 
     def lose(self, step: OperatorNode) -> None:
         """Forget all tensors that share the memory which an operator of unknown result writes."""
-        if written := {self.memory[each] for each in written_arguments(self.nodes[step.name])}:
+        if written := {self.memory[argument] for argument in written_arguments(self.nodes[step.name])}:
             self._forget(written)
 
     def _forget(self, memories: Collection[fx.Node]) -> None:
@@ -118,7 +118,7 @@ class KnownStates:
         node = self.nodes[step.name]
         if step.call.op in ("leaf", "function"):  # its writes are unknown, and not tracked
             return
-        for memory in {self.memory[each] for each in written_arguments(node)}:
+        for memory in {self.memory[argument] for argument in written_arguments(node)}:
             self._forget_mixed(memory, [self.states.get(key) for key in step.output_keys])
             if memory.op != "placeholder" or memory.meta["role"][0] != "buffer":
                 continue
@@ -138,20 +138,20 @@ class KnownStates:
 def nodes_from_inputs(code: fx.Graph) -> set[fx.Node]:
     """Return nodes that depend only on inputs, constants and unwritten buffers: on no parameter or random number."""
     memory = alias_groups(code)
-    written = {memory[each] for node in code.nodes for each in written_arguments(node)}
+    written = {memory[argument] for node in code.nodes for argument in written_arguments(node)}
     for node in code.nodes:
         if unwrap_settings(node.target) is batch_norm:  # running statistics depend on parameters
-            written |= {memory[each] for each in node.args[4:6] if isinstance(each, fx.Node)}
-    found: set[fx.Node] = set()
+            written |= {memory[argument] for argument in node.args[4:6] if isinstance(argument, fx.Node)}
+    nodes: set[fx.Node] = set()
     for node in code.nodes:
         if memory[node] in written:
             continue
         if node.op == "placeholder":
             if node.meta["role"][0] in ("input", "constant", "buffer", "part"):
-                found.add(node)
-        elif node.op == "call_function" and all(n in found for n in node.all_input_nodes):
+                nodes.add(node)
+        elif node.op == "call_function" and all(n in nodes for n in node.all_input_nodes):
             target = unwrap_settings(node.target)
             sure = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in target.tags
             if sure or isinstance(target, (SymbolicSize, WholeBatchStatistic)) or target is operator.getitem:
-                found.add(node)
-    return found
+                nodes.add(node)
+    return nodes

@@ -15,30 +15,30 @@ from polylane.placement.operator_view import base_name, bind_arguments, operator
 
 def find_masks(code: fx.Graph) -> dict[Any, fx.Node]:
     """Return data-dependent size symbol -> the mask whose true elements it counts, where there is one."""
-    found: dict[Any, fx.Node] = {}
-    seen: set[Any] = set()
+    masks: dict[Any, fx.Node] = {}
+    seen_symbols: set[Any] = set()
     for node in code.nodes:
-        new = set(data_dependent_symbols(node.meta.get("val"))) - seen
-        seen |= new
+        new = set(data_dependent_symbols(node.meta.get("val"))) - seen_symbols
+        seen_symbols |= new
         mask = _find_mask(node) if new else None
         if mask is not None:
-            found |= dict.fromkeys(new, mask)
-    return found
+            masks |= dict.fromkeys(new, mask)
+    return masks
 
 
-def share_one_mask(nodes: Sequence[fx.Node], known: Mapping[Any, fx.Node]) -> bool:
+def share_one_mask(nodes: Sequence[fx.Node], masks: Mapping[Any, fx.Node]) -> bool:
     """Return whether all ragged values have the rows of one mask, which may be computed repeatedly."""
     symbols = {symbol for node in nodes for symbol in data_dependent_symbols(node.meta.get("val"))}
     if len(symbols) < 2:
         return True
     numbers: dict[Any, int] = {}
-    return symbols <= known.keys() and len({_number_formula(known[symbol], numbers) for symbol in symbols}) == 1
+    return symbols <= masks.keys() and len({_number_formula(masks[symbol], numbers) for symbol in symbols}) == 1
 
 
-def same_formula(one: fx.Node, other: fx.Node) -> bool:
+def same_formula(node: fx.Node, other_node: fx.Node) -> bool:
     """Return whether two nodes compute the same from the graph's inputs, possibly twice."""
     numbers: dict[Any, int] = {}
-    return _number_formula(one, numbers) == _number_formula(other, numbers)
+    return _number_formula(node, numbers) == _number_formula(other_node, numbers)
 
 
 def _number_formula(node: fx.Node, numbers: dict[Any, int]) -> int:
@@ -48,10 +48,10 @@ def _number_formula(node: fx.Node, numbers: dict[Any, int]) -> int:
         node: node whose formula is numbered.
         numbers: numbers of all nodes and formulas so far; is extended.
     """
-    for each in sorted(find_ancestors([node]) - numbers.keys()):
-        inputs = fx.map_arg((each.args, each.kwargs), lambda n: _FormulaNumber(numbers[n]))
-        formula = repr((str(each.target), inputs)) if each.op == "call_function" else each
-        numbers[each] = numbers.setdefault(formula, len(numbers))
+    for ancestor in sorted(find_ancestors([node]) - numbers.keys()):
+        inputs = fx.map_arg((ancestor.args, ancestor.kwargs), lambda n: _FormulaNumber(numbers[n]))
+        formula = repr((str(ancestor.target), inputs)) if ancestor.op == "call_function" else ancestor
+        numbers[ancestor] = numbers.setdefault(formula, len(numbers))
     return numbers[node]
 
 
@@ -72,5 +72,5 @@ def _find_mask(node: fx.Node) -> fx.Node | None:
         mask = arguments["self" if "self" in arguments else "condition"]
         return mask if mask.meta["val"].dtype is torch.bool else None
     indices = [i for i in arguments.get("indices", ()) if i is not None] if base == "index" else []
-    one = indices[0] if len(indices) == 1 and isinstance(indices[0], fx.Node) else None
-    return one if one is not None and one.meta["val"].dtype is torch.bool else None
+    index = indices[0] if len(indices) == 1 and isinstance(indices[0], fx.Node) else None
+    return index if index is not None and index.meta["val"].dtype is torch.bool else None

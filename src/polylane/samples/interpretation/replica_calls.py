@@ -42,14 +42,15 @@ def preserves_numbers(call: OperatorCall) -> bool:
     return to.is_floating_point or to.is_complex or to == of or (of is torch.bool and not to.is_floating_point)
 
 
-def has_same_numbers(call: OperatorCall, own: OperatorCall) -> bool:
+def has_same_numbers(call: OperatorCall, replica_call: OperatorCall) -> bool:
     """Return whether two calls have equal arguments besides tensors."""
 
     def plain(value: Any) -> Any:
         return None if isinstance(value, TensorValue) else value
 
     return all(
-        map_nested(plain, call.arguments[name]) == map_nested(plain, own.arguments[name]) for name in call.arguments
+        map_nested(plain, call.arguments[name]) == map_nested(plain, replica_call.arguments[name])
+        for name in call.arguments
     )
 
 
@@ -74,13 +75,17 @@ def input_cuts(step: OperatorNode, states: Mapping[TensorKey, State]) -> dict[Pl
     return {("in", number, p.dim): (p.cuts,) for number, p in placed if isinstance(p, Shard)}
 
 
-def returns_own_values(strategy: Strategy, call: OperatorCall, own: OperatorCall) -> bool:
+def returns_own_values(strategy: Strategy, call: OperatorCall, replica_call: OperatorCall) -> bool:
     """Return whether each rank's local output has the shape of a replica's output."""
-    every = list(zip(strategy.outputs, call.outputs, own.outputs, strict=True))
-    return all(local_shape(whole.shape, p, rank) == part.shape for p, whole, part in every for rank in range(REPLICAS))
+    outputs = list(zip(strategy.outputs, call.outputs, replica_call.outputs, strict=True))
+    return all(
+        local_shape(full_output.shape, p, rank) == part.shape
+        for p, full_output, part in outputs
+        for rank in range(REPLICAS)
+    )
 
 
-def computes_as_replicas(node: fx.Node, call: OperatorCall, own: OperatorCall, strategy: Strategy) -> bool:
+def computes_as_replicas(node: fx.Node, call: OperatorCall, replica_call: OperatorCall, strategy: Strategy) -> bool:
     """Return whether each of two ranks computes what a replica with its samples computes."""
     target = unwrap_settings(node.target)
     if isinstance(target, DrawnPerSlice) or not call.op.startswith("aten."):
@@ -91,7 +96,7 @@ def computes_as_replicas(node: fx.Node, call: OperatorCall, own: OperatorCall, s
     # args[:3] of a keyed random operator: sample slice, key, and the dimension of the samples, or None.
     if call.prefix and (node.args[2] is not None) is not cut:
         return False  # the numbers drawn are not the samples' own
-    return compare_rank_calls(node, call, own, strategy).is_same
+    return compare_rank_calls(node, call, replica_call, strategy).is_same
 
 
 @dataclass(frozen=True)
@@ -107,58 +112,66 @@ class ReplicaCall:
     is_share_of_mean: bool
 
 
-def compare_rank_calls(node: fx.Node, call: OperatorCall, own: OperatorCall, strategy: Strategy) -> ReplicaCall:
+def compare_rank_calls(
+    node: fx.Node, call: OperatorCall, replica_call: OperatorCall, strategy: Strategy
+) -> ReplicaCall:
     """Compare the calls of two ranks with a replica's; neither is so of a rank that runs several operators."""
-    found = [_compare_rank_call(node, call, own, strategy, rank) for rank in range(REPLICAS)]
-    return ReplicaCall(all(each.is_same for each in found), all(each.is_share_of_mean for each in found))
+    comparisons = [_compare_rank_call(node, call, replica_call, strategy, rank) for rank in range(REPLICAS)]
+    return ReplicaCall(
+        all(comparison.is_same for comparison in comparisons),
+        all(comparison.is_share_of_mean for comparison in comparisons),
+    )
 
 
 def _compare_rank_call(
-    node: fx.Node, call: OperatorCall, own: OperatorCall, strategy: Strategy, rank: int
+    node: fx.Node, call: OperatorCall, replica_call: OperatorCall, strategy: Strategy, rank: int
 ) -> ReplicaCall:
     graph, names = fx.Graph(), bind_arguments(node)[2]
     tensors = [graph.placeholder(f"x{value.index}") for value in call.inputs]
     prefix = fx.map_arg(node.args[: call.prefix], lambda n: graph.placeholder(n.name))
 
     def edit(of: OperatorCall, outputs: Sequence[Placement]) -> RankCall:
-        given = [{"": placement} for placement in outputs]
+        placements = [{"": placement} for placement in outputs]
         arguments = map_nested(lambda v: tensors[v.index] if isinstance(v, TensorValue) else v, of.arguments)
-        return RankCall(of, graph, node.target, prefix, arguments, names, given, {"": rank})
+        return RankCall(of, graph, node.target, prefix, arguments, names, placements, {"": rank})
 
     # Emit the rank's call and the replica's into one scratch graph, on the same placeholders, and compare the nodes.
     changed = edit(call, strategy.outputs)
     if strategy.local is not None:
         changed.index, changed.strategy, changed.axis = rank, strategy, graph.placeholder("axis")
         strategy.local(changed)
-    before = list(graph.nodes)
-    made = changed.emit()
-    added = [n for n in graph.nodes if n not in before]
-    plain = edit(own, strategy.outputs).emit()
-    if any(n.op != "placeholder" for n in before) or len(added) > 2:
+    old_nodes = list(graph.nodes)
+    rank_node = changed.emit()
+    added = [n for n in graph.nodes if n not in old_nodes]
+    plain = edit(replica_call, strategy.outputs).emit()
+    if any(n.op != "placeholder" for n in old_nodes) or len(added) > 2:
         return ReplicaCall(False, False)
     if len(added) == 2:  # (1 / ranks) times the replica's own mean
         inner = added[0]
-        is_share = made.target is operator.mul and made.args == (1 / REPLICAS, inner)
-        return ReplicaCall(False, is_share and _is_same_call(inner, plain, tensors, call, own))
-    is_mean = isinstance(made.target, ShardedMean) and (made.args, made.kwargs) == (plain.args, plain.kwargs)
-    return ReplicaCall(_is_same_call(made, plain, tensors, call, own), is_mean)
+        is_share = rank_node.target is operator.mul and rank_node.args == (1 / REPLICAS, inner)
+        return ReplicaCall(False, is_share and _is_same_call(inner, plain, tensors, call, replica_call))
+    is_mean = isinstance(rank_node.target, ShardedMean) and (rank_node.args, rank_node.kwargs) == (
+        plain.args,
+        plain.kwargs,
+    )
+    return ReplicaCall(_is_same_call(rank_node, plain, tensors, call, replica_call), is_mean)
 
 
 def _is_same_call(
-    made: fx.Node, plain: fx.Node, tensors: Sequence[fx.Node], call: OperatorCall, own: OperatorCall
+    rank_node: fx.Node, plain: fx.Node, tensors: Sequence[fx.Node], call: OperatorCall, replica_call: OperatorCall
 ) -> bool:
-    if unwrap_settings(made.target) is unwrap_settings(plain.target) and (made.args, made.kwargs) == (
+    if unwrap_settings(rank_node.target) is unwrap_settings(plain.target) and (rank_node.args, rank_node.kwargs) == (
         plain.args,
         plain.kwargs,
     ):
         return True
     # The rewrite normalizes slices, reshapes and expands to explicit sizes: compare these with the replica's.
-    if made.target is aten.slice.Tensor and call.base == "slice":
-        return bool(made.args == (tensors[0], *_slice_range(own)))
-    in_general = (made.target is aten.reshape.default and call.base in REFORMING) or (
-        made.target is aten.expand.default and call.base in EXPANDING
+    if rank_node.target is aten.slice.Tensor and call.base == "slice":
+        return bool(rank_node.args == (tensors[0], *_slice_range(replica_call)))
+    in_general = (rank_node.target is aten.reshape.default and call.base in REFORMING) or (
+        rank_node.target is aten.expand.default and call.base in EXPANDING
     )
-    return in_general and bool(made.args == (tensors[0], list(own.outputs[0].shape)))
+    return in_general and bool(rank_node.args == (tensors[0], list(replica_call.outputs[0].shape)))
 
 
 def _slice_range(call: OperatorCall) -> tuple[int, int, int, int]:

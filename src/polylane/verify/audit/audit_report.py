@@ -32,12 +32,12 @@ class AuditReport:
     def __str__(self) -> str:
         if not self.steps:
             return f"not audited: {self.note}" if self.note else "not audited"
-        done = f"audited at {format_plural(len(self.steps), 'step')}"
+        prefix = f"audited at {format_plural(len(self.steps), 'step')}"
         if self.differences:
-            text = f"{done}: {len(self.differences)} differed from one device"
+            text = f"{prefix}: {len(self.differences)} differed from one device"
         elif self.worst:
-            text = f"{done}: the same numbers as one device (largest difference {self.worst:.0e}, rounding)"
+            text = f"{prefix}: the same numbers as one device (largest difference {self.worst:.0e}, rounding)"
         else:
-            text = f"{done}: the same numbers as one device, bit for bit"
+            text = f"{prefix}: the same numbers as one device, bit for bit"
         text += "" if self.of_own_code else ", of the captured graph, for the user's own code cannot make them"
         return f"{text}; not audited further: {self.note}" if self.note else text

@@ -153,7 +153,7 @@ class AuditSettings:
         if (module := self._read.find_replaced_module()) is not None:
             return module
         changes = self._read.watched.list_other_changes()
-        unread = next((label for place, label in changes if place not in values), None)
+        unread = next((label for key, label in changes if key not in values), None)
         return unread or next(self._list_exchanged_code(), None)
 
     def _list_exchanged_code(self) -> Iterator[str]:
@@ -170,10 +170,13 @@ class AuditSettings:
             if label in self._told or _mark(content) != self._start.get(label):
                 self._told.add(label)
                 values[label] = content
-        here, before = (
-            {k: v for k, v in each.items() if k not in RANK_VARIABLES} for each in (os.environ, self._environment)
+        current, initial = (
+            {k: v for k, v in variables.items() if k not in RANK_VARIABLES}
+            for variables in (os.environ, self._environment)
         )
-        environment = {key: here.get(key) for key in here.keys() | before.keys() if here.get(key) != before.get(key)}
+        environment = {
+            key: current.get(key) for key in current.keys() | initial.keys() if current.get(key) != initial.get(key)
+        }
         return {**values, _MODES: self._in_reach.read_modes(), _ENVIRONMENT: environment}
 
     def write_values(self, values: Mapping[str, Any]) -> None:
@@ -182,13 +185,13 @@ class AuditSettings:
         for key, text in values[_ENVIRONMENT].items():
             os.environ.pop(key, None)
             os.environ.update({} if text is None else {key: text})
-        for label, place in self._places.items():
+        for label, slot in self._places.items():
             if label in values:
-                place.write(values[label])
+                slot.write(values[label])
 
     def _read_places(self) -> Iterator[tuple[str, Any]]:
-        for label, place in self._places.items():
-            if (content := place.read()) is not MISSING:
+        for label, slot in self._places.items():
+            if (content := slot.read()) is not MISSING:
                 yield label, content
 
 
@@ -207,15 +210,15 @@ def _list_places(watched: WatchList) -> Iterator[tuple[str, _Place]]:
         places += [(row.label(name), _Name(row.owner, name, row.owner[name])) for name in row.names]
     places += [(label, _Name(owner, name, value)) for owner, name, value, label in watched.objects]
     places += [
-        (kept.label, _Name(kept.owner, kept.name, kept.tensor))
-        for kept in watched.tensors
-        if id(kept.tensor) not in watched.inputs  # the weights come with every step
+        (entry.label, _Name(entry.owner, entry.name, entry.tensor))
+        for entry in watched.tensors
+        if id(entry.tensor) not in watched.inputs  # the weights come with every step
     ]
-    places += [(place.label, _Variable(place, value)) for place, value in watched.cells]
+    places += [(cell.label, _Variable(cell, value)) for cell, value in watched.cells]
     places += [(f"{label}[:]", _Inside(value)) for value, _, label in watched.contents]
     places += [(f"{label('')}[:]", _Table(owner, names)) for owner, _, label, _, names in watched.tables]
     count = Counter(label for label, _ in places)
-    return (each for each in places if count[each[0]] == 1)
+    return (pair for pair in places if count[pair[0]] == 1)
 
 
 def _copy_named(value: Any, at_start: Any) -> Any:
@@ -242,11 +245,11 @@ def _copy_content(value: Any, is_nested: bool = False) -> Any:
     if not isinstance(value, _CONTAINERS) or (is_nested and type(value) not in _CONTAINERS[:-1]):
         return MISSING
     if isinstance(value, dict):
-        keys, inner = ([_copy_content(each, True) for each in part] for part in (dict.keys(value), dict.values(value)))
+        keys, inner = ([_copy_content(item, True) for item in part] for part in (dict.keys(value), dict.values(value)))
         return MISSING if _lacks_any([*keys, *inner]) else dict(zip(keys, inner, strict=True))
-    kind: Any = next(each for each in _CONTAINERS if isinstance(value, each))
-    inner = [_copy_content(each, True) for each in kind.__iter__(value)]
-    is_set_of_tensors = kind in (set, frozenset) and any(isinstance(each, Tensor) for each in inner)
+    kind: Any = next(container for container in _CONTAINERS if isinstance(value, container))
+    inner = [_copy_content(item, True) for item in kind.__iter__(value)]
+    is_set_of_tensors = kind in (set, frozenset) and any(isinstance(item, Tensor) for item in inner)
     if is_set_of_tensors or _lacks_any(inner):
         return MISSING
     return inner if kind is deque else kind(inner)
@@ -261,7 +264,7 @@ def _copy_array(value: Any) -> Any:
 
 
 def _lacks_any(contents: Sequence[Any]) -> bool:
-    return any(each is MISSING for each in contents)
+    return any(item is MISSING for item in contents)
 
 
 def _put_inside(value: Any, content: Any) -> Any:

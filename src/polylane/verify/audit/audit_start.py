@@ -100,8 +100,8 @@ def _why_not(plan: Plan) -> str:
 def _why_not_here(prepared: CompiledTraining) -> str:
     """Return why a process beside this one cannot have the model a second time; "" where it can."""
     devices = {tensor.device.type for tensor in (*prepared.model.parameters(), *prepared.model.buffers())}
-    if others := devices - {"cpu", "meta"}:
-        return f"the model was built on {others.pop()}, which no process beside this one can use: build it on the CPU"
+    if unusable := devices - {"cpu", "meta"}:
+        return f"the model was built on {unusable.pop()}, which no process beside this one can use: build it on the CPU"
     needed = MEMORY_COPIES * sum(tensor.nbytes for tensor in (*prepared.model.parameters(), *prepared.model.buffers()))
     free = available_memory()
     if needed <= MEMORY_SHARE * free:

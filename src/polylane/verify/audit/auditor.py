@@ -234,10 +234,13 @@ def _reopen_files() -> None:
             descriptor = int(name)
             is_read_only = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
             if is_read_only and stat.S_ISREG(os.fstat(descriptor).st_mode):
-                offset, again = os.lseek(descriptor, 0, os.SEEK_CUR), os.open(f"/proc/self/fd/{name}", os.O_RDONLY)
-                os.lseek(again, offset, os.SEEK_SET)
-                os.dup2(again, descriptor)
-                os.close(again)
+                offset, new_descriptor = (
+                    os.lseek(descriptor, 0, os.SEEK_CUR),
+                    os.open(f"/proc/self/fd/{name}", os.O_RDONLY),
+                )
+                os.lseek(new_descriptor, offset, os.SEEK_SET)
+                os.dup2(new_descriptor, descriptor)
+                os.close(new_descriptor)
 
 
 def _forget_process_group() -> None:
@@ -257,7 +260,7 @@ def _replay(
 ) -> StepVerdict:
     prepared = training.prepared
     if is_on_meta(prepared.model):  # the values come with every order
-        materialize(prepared.model, prepared.init, training.seed, torch.device("cpu"), lambda name, whole: whole)
+        materialize(prepared.model, prepared.init, training.seed, torch.device("cpu"), lambda name, tensor: tensor)
     if order.objective not in replays:
         replays[order.objective] = StepReplay(
             prepared,
@@ -273,13 +276,13 @@ def _replay(
     else:
         assert training.read_batch is not None
         batch = training.read_batch(order.epoch, order.samples)
-    before, after = (
+    old_state, new_state = (
         BoardReader(board, state) for board, state in zip(boards, (order.before, order.after), strict=True)
     )
     replay = replays[order.objective]
-    if order.step == 0 and training.begins_as_built and (name := replay.find_other_start(before)):
+    if order.step == 0 and training.begins_as_built and (name := replay.find_other_start(old_state)):
         return StepVerdict(1, difference=f"before step 1 {name} is not what it was in the model that was built")
-    return replay.replay(order.step, batch, order.loss, before, after)
+    return replay.replay(order.step, batch, order.loss, old_state, new_state)
 
 
 def _required_gradients(prepared: CompiledTraining) -> dict[str, bool]:

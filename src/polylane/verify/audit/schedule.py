@@ -17,7 +17,7 @@ class AuditSchedule:
     """The choice of steps on rank 0, whose times count.
 
     Args:
-        first: number of the first step of the run, from 0.
+        first_step: number of the first step of the run, from 0.
         is_bounded: whether audits keep within the budget.
         busy_share: seconds by which a second of the replay's CPU time delays the training: 0 where a core is idle.
 
@@ -25,8 +25,8 @@ class AuditSchedule:
         stall_seconds: time that audits have cost the training so far.
     """
 
-    def __init__(self, first: int, is_bounded: bool, busy_share: float = 0.0) -> None:
-        self._first, self._is_bounded, self._busy_share = first, is_bounded, busy_share
+    def __init__(self, first_step: int, is_bounded: bool, busy_share: float = 0.0) -> None:
+        self._first, self._is_bounded, self._busy_share = first_step, is_bounded, busy_share
         self._due, self._audits, self._look = 1, 0, LOOK_STEPS
         self._stall = self._longest = self._replay = 0.0
         self.stall_seconds = 0.0
@@ -72,11 +72,11 @@ class AuditSchedule:
 
     def begin_audit(self, step: int) -> int:
         """Note that a step is audited now; return the step at which its verdict is to be looked for."""
-        done = step - self._first + 1
+        step_count = step - self._first + 1
         self._audits, self._stall = self._audits + 1, 0.0
-        while self._due <= done:
+        while self._due <= step_count:
             self._due *= 2
-        return step + 1 if done == 1 else min(step + self._look, self._first + self._due - 1)
+        return step + 1 if step_count == 1 else min(step + self._look, self._first + self._due - 1)
 
     def pass_over(self, step: int) -> int:
         """Return the next step whose batch may be here as a whole: workers read the batches 1, 2, 4, 8, ... whole."""
@@ -98,6 +98,6 @@ class AuditSchedule:
         if due > step:
             return due
         # It is due and does not fit into the budget yet: as many steps later as that takes.
-        done = max(step - self._first, 1)
+        step_count = max(step - self._first, 1)
         missing = (self.stall_seconds + self._longest + self._replay) / BUDGET - elapsed_seconds
-        return step + max(1, math.ceil(missing / (elapsed_seconds / done)) if elapsed_seconds > 0 else 1)
+        return step + max(1, math.ceil(missing / (elapsed_seconds / step_count)) if elapsed_seconds > 0 else 1)

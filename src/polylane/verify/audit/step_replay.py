@@ -135,61 +135,63 @@ class StepReplay:
         self._average: ReplicaAverage | None = None
         self._replicas: list[ReferenceModel]
         if self._sync.is_replica_local:
-            apart = [ReferenceReplica(self._training, r, prepared.plan.data) for r in range(prepared.plan.data)]
-            self._replicas, self._average = [*apart], ReplicaAverage(self._sync, apart)
+            replicas = [ReferenceReplica(self._training, r, prepared.plan.data) for r in range(prepared.plan.data)]
+            self._replicas, self._average = [*replicas], ReplicaAverage(self._sync, replicas)
         else:
             self._replicas = [ReferenceModel(self._training)]
 
-    def find_other_start(self, before: BoardReader) -> str | None:
+    def find_other_start(self, old_state: BoardReader) -> str | None:
         """Return the first weight or buffer that is another before the first step than the model was built with."""
         built, model = self._replicas[0].copy_state().tensors, self._replicas[0]
-        self._load(model, before, self._variant(0))
+        self._load(model, old_state, self._variant(0))
         return next((n for n, tensor in model.named_tensors().items() if not _are_same(tensor, built[n])), None)
 
-    def replay(self, step: int, batch: Any, loss: float, before: BoardReader, after: BoardReader) -> StepVerdict:
+    def replay(self, step: int, batch: Any, loss: float, old_state: BoardReader, new_state: BoardReader) -> StepVerdict:
         """Make a step again, and compare it.
 
         Args:
             step: number of the step, from 0.
             batch: the whole batch of the step, as the user's data set gives it.
             loss: of the step, as the plan computed it.
-            before: the plan's state with which the step began.
-            after: the plan's state after it, with its gradients.
+            old_state: the plan's state with which the step began.
+            new_state: the plan's state after it, with its gradients.
 
         Raises:
             PolylaneError: the state before the step cannot be loaded into the user's model and optimizer.
         """
         training = replace(self._training, batches=[batch], first_step=step)
         # In the warm-up of local SGD replicas share gradients, and are equal.
-        together = self._average is not None and step < self._sync.warmup
-        models = self._replicas[:1] if together else self._replicas
+        is_warmup = self._average is not None and step < self._sync.warmup
+        models = self._replicas[:1] if is_warmup else self._replicas
         passes = list[_Pass]()
         for number, model in enumerate(models):
             model.follow(training)
-            self._load(model, before, self._variant(number))
+            self._load(model, old_state, self._variant(number))
             set_optimizer_mode(model.optimizer, True)  # a state is what an optimizer has in evaluation
-            first = model.copy_state()
-            (total, count), gradients, floors = model.run_passes(0, tries=(), together=together)
-            planned = self._take_gradients(model, after, "" if together else self._variant(number))
-            model.update_weights(bool((model.whole_loop if together else model.loop).count_samples(0)), loss=loss)
-            passes.append(_Pass(total, count, first, gradients, floors, planned))
-        if self._average is not None and not together:
-            self._load_average(before)
+            first_state = model.copy_state()
+            (total, count), gradients, floors = model.run_passes(0, tries=(), together=is_warmup)
+            planned = self._take_gradients(model, new_state, "" if is_warmup else self._variant(number))
+            model.update_weights(bool((model.whole_loop if is_warmup else model.loop).count_samples(0)), loss=loss)
+            passes.append(_Pass(total, count, first_state, gradients, floors, planned))
+        if self._average is not None and not is_warmup:
+            self._load_average(old_state)
             self._average.record_step(0, step)
-        count = sum(each.count for each in passes)
-        own_loss = sum(each.total for each in passes) / count if count else float("nan")
+        count = sum(replica_pass.count for replica_pass in passes)
+        own_loss = sum(replica_pass.total for replica_pass in passes) / count if count else float("nan")
         # NaN differs from itself: where one device has no numbers either, there is nothing to compare.
-        if not (_are_finite(own_loss, [g for one in passes for g in one.gradients.values()])) and not (
-            _are_finite(loss, [g for one in passes for g in one.planned.values()])
-        ):
+        if not (
+            _are_finite(own_loss, [g for replica_pass in passes for g in replica_pass.gradients.values()])
+        ) and not (_are_finite(loss, [g for replica_pass in passes for g in replica_pass.planned.values()])):
             return StepVerdict(step + 1, is_compared=False)
         records, distances = list[ReferenceStep](), list[Distances]()
-        for number, (model, each) in enumerate(zip(models, passes, strict=True)):
+        for number, (model, replica_pass) in enumerate(zip(models, passes, strict=True)):
             set_optimizer_mode(model.optimizer, False)
-            last = model.copy_state()
-            records.append(ReferenceStep(own_loss, each.first, last, each.gradients, each.floors))
-            self._load(model, after, self._variant(number))
-            distances.append(_measure(model, number, last, each))
+            last_state = model.copy_state()
+            records.append(
+                ReferenceStep(own_loss, replica_pass.first, last_state, replica_pass.gradients, replica_pass.floors)
+            )
+            self._load(model, new_state, self._variant(number))
+            distances.append(_measure(model, number, last_state, replica_pass))
         reference = ReferenceRun([own_loss], records[0].gradients, {}, [tuple(records)], models[0].loop.is_eager)
         judgement = self._judge(training, reference, loss, distances)
         difference = ""
@@ -205,7 +207,7 @@ class StepReplay:
     def _take_gradients(self, model: ReferenceModel, state: BoardReader, variant: str) -> dict[str, Tensor]:
         """Give the plan's gradients to a model's optimizer, and return them by parameter."""
         names = {name: f"gradient/{name}{variant}" for name in model.trained_parameters}
-        planned = {name: state.read_whole(held) for name, held in names.items() if state.has(held)}
+        planned = {name: state.read_whole(key) for name, key in names.items() if state.has(key)}
         for name, parameter in model.trained_parameters.items():
             parameter.grad = planned.get(name)
         return planned
@@ -217,20 +219,20 @@ class StepReplay:
         judgement = judge_differences(training, reference, [loss], distances)
         if judgement.first_wrong_step() is None:
             return judgement
-        where = {(0, replica) for replica in range(len(reference.steps[0]))}
+        steps = {(0, replica) for replica in range(len(reference.steps[0]))}
         restore = training.snapshot(with_factories=True)  # the passes must not advance the user's Python once more
-        more = remeasure_floors(training, reference, where)
+        new_floors = remeasure_floors(training, reference, steps)
         restore()
-        return judge_differences(training, reference, [loss], distances, more)
+        return judge_differences(training, reference, [loss], distances, new_floors)
 
     def _load(self, model: ReferenceModel, state: BoardReader, variant: str) -> None:
         """Make a model, its optimizer, its scheduler and the user's Python state those of the plan."""
         plain, prepared = state.plain, self._training.prepared
         with torch.no_grad():
             for name, tensor in model.named_tensors().items():
-                held = next((n for n in (PREFIX + name + variant, PREFIX + name) if state.has(n)), None)
-                if held is not None:
-                    state.fill(held, whole_region(tensor.shape), tensor)
+                key = next((n for n in (PREFIX + name + variant, PREFIX + name) if state.has(n)), None)
+                if key is not None:
+                    state.fill(key, whole_region(tensor.shape), tensor)
         model.require_gradients({**self._required, **plain.get("requires_grad", {})})
         parts = {n: OptimizedPart(p, whole_region(p.shape)) for n, p in model.trained_parameters.items()}
         restore_optimizer(self._objective, model.optimizer, parts, plain, state.fill, variant)
@@ -245,32 +247,32 @@ class StepReplay:
     def _load_average(self, state: BoardReader) -> None:
         """Make what replicas remember of their last average that of the plan."""
         assert self._average is not None
-        seen = state.plain[f"local_sgd/{self._objective}"]["samples"]
+        samples = state.plain[f"local_sgd/{self._objective}"]["samples"]
         anchors, velocities = dict[str, Tensor](), dict[str, Tensor]()
         for name in self._replicas[0].trained_parameters:
-            if state.has(held := f"anchor/{self._objective}/{name}"):
-                anchors[name] = state.read_whole(held)
-            if state.has(held := f"optimizer/{self._objective}.outer/{name}/momentum_buffer"):
-                velocities[name] = state.read_whole(held)
-        self._average.restore(seen, anchors, velocities)
+            if state.has(key := f"anchor/{self._objective}/{name}"):
+                anchors[name] = state.read_whole(key)
+            if state.has(key := f"optimizer/{self._objective}.outer/{name}/momentum_buffer"):
+                velocities[name] = state.read_whole(key)
+        self._average.restore(samples, anchors, velocities)
 
 
-def _measure(model: ReferenceModel, replica: int, last: TrainingState, one: _Pass) -> Distances:
+def _measure(model: ReferenceModel, replica: int, last_state: TrainingState, replica_pass: _Pass) -> Distances:
     """Return how far the plan's step is from the one that was made again.
 
     Args:
         model: has the plan's state after the step.
         replica: number of the replica that both are of.
-        last: the state after the step that was made again.
-        one: the gradients of that step, and the plan's.
+        last_state: the state after the step that was made again.
+        replica_pass: the gradients of that step, and the plan's.
     """
-    found = Distances(replica, steps=[{}])
-    for name, distance in gradient_distances(one.gradients, one.planned):
-        found.record_distance(0, (ComparedKind.GRADIENT, name, ""), distance)
-    found.record_tensors(0, ComparedKind.VALUE, last.tensors, model.named_tensors(), _keep_whole)
-    for name, key, distance in memory_differences(last, model.optimizer, model.trained_parameters, _keep_whole):
-        found.record_distance(0, (ComparedKind.MEMORY, name, key), distance)
-    return found
+    distances = Distances(replica, steps=[{}])
+    for name, distance in gradient_distances(replica_pass.gradients, replica_pass.planned):
+        distances.record_distance(0, (ComparedKind.GRADIENT, name, ""), distance)
+    distances.record_tensors(0, ComparedKind.VALUE, last_state.tensors, model.named_tensors(), _keep_whole)
+    for name, key, distance in memory_differences(last_state, model.optimizer, model.trained_parameters, _keep_whole):
+        distances.record_distance(0, (ComparedKind.MEMORY, name, key), distance)
+    return distances
 
 
 def _are_finite(loss: float, gradients: Sequence[Tensor]) -> bool:
@@ -282,5 +284,5 @@ def _are_same(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _keep_whole(name: str, whole: Tensor) -> Tensor:
-    return whole
+def _keep_whole(name: str, tensor: Tensor) -> Tensor:
+    return tensor

@@ -116,11 +116,11 @@ class TrainingAudit:
         self._start, self._job, self._tell = start, job, tell
         self._auditor, self._worker = start.auditor, job.worker
         self._note, self._started = start.note, time.perf_counter()
-        first = job.position.step
+        first_step = job.position.step
         cores = affine_cores()
         has_idle = cores > job.world.size * torch.get_num_threads()  # more hosts have more cores: a bound
-        self._schedule = AuditSchedule(first, start.mode == "auto", 0.0 if has_idle else 1 / cores)
-        self._next, self._epoch = first, -1
+        self._schedule = AuditSchedule(first_step, start.mode == "auto", 0.0 if has_idle else 1 / cores)
+        self._next, self._epoch = first_step, -1
         self._awaits_verdict = False  # the same on all workers
         self._verdicts: list[StepVerdict] = []
         self._audits = Counter[str]()  # by objective; those that have made steps
@@ -145,13 +145,13 @@ class TrainingAudit:
         if self._note or (step < self._next and not begins_epoch):
             return
         self._epoch, started = epoch, time.perf_counter()
-        given, decision = _Given(None, {}), _Decision()
+        inputs, decision = _Given(None, {}), _Decision()
         with self._job.world.progress.during(Phase.SAVING):
             if self._auditor is not None:
                 decision = self._decide(step, begins_epoch, objective)
                 if decision.audits:
-                    given, note = self._take_given(batch, objective)
-                    is_here = not note and (self._start.reads_data or given.leaves is not None)
+                    inputs, note = self._take_given(batch, objective)
+                    is_here = not note and (self._start.reads_data or inputs.leaves is not None)
                     next_step = self._schedule.begin_audit(step) if is_here else self._schedule.pass_over(step)
                     decision = replace(decision, audits=is_here, next_step=next_step, note=note)
             decision = self._hear(decision)
@@ -159,8 +159,8 @@ class TrainingAudit:
                 self._audits[objective] += 1
                 self._worker.complete_steps()  # what workers have read differently is no matter of this audit
                 try:
-                    before = self._before.record(self._worker.collect_state)
-                    self._under_way = objective, Position(step, epoch, samples), given, before
+                    old_state = self._before.record(self._worker.collect_state)
+                    self._under_way = objective, Position(step, epoch, samples), inputs, old_state
                 except StateRefused as refused:  # on all workers alike
                     self._end(str(refused))
         self._schedule.count_stall(time.perf_counter() - started, decision.audits)
@@ -170,18 +170,18 @@ class TrainingAudit:
         if self._under_way is None:
             return
         started = time.perf_counter()
-        (objective, position, given, before), self._under_way = self._under_way, None
+        (objective, position, inputs, old_state), self._under_way = self._under_way, None
         with self._job.world.progress.during(Phase.SAVING):
             self._worker.complete_steps()
             try:
-                after = self._after.record(lambda: self._worker.collect_step(objective))
+                new_state = self._after.record(lambda: self._worker.collect_step(objective))
             except StateRefused as refused:
                 self._end(str(refused))
                 return
             self._awaits_verdict = True
             if self._auditor is not None:
                 at = position.step, objective, result.loss, position.epoch, position.samples
-                self._auditor.send(StepOrder(*at, given.leaves, given.settings, before, after))
+                self._auditor.send(StepOrder(*at, inputs.leaves, inputs.settings, old_state, new_state))
         self._schedule.count_stall(time.perf_counter() - started, True)
 
     def _take_given(self, batch: Any, objective: str) -> tuple[_Given, str]:
@@ -192,12 +192,12 @@ class TrainingAudit:
             return _Given(None, {}), f"{changed} was changed since the start, which no process beside this one sees"
         if not self._start.reads_data:
             leaves, note = self._take_leaves(batch)
-        given = _Given(leaves, values)
+        inputs = _Given(leaves, values)
         try:
-            encode([[leaf for leaf in leaves or () if type(leaf) is not Tensor], dict(given.settings)])
+            encode([[leaf for leaf in leaves or () if type(leaf) is not Tensor], dict(inputs.settings)])
         except (PolylaneError, TypeError, ValueError) as refused:
             return _Given(None, {}), f"a value cannot be handed to another process: {refused}"
-        return given, note
+        return inputs, note
 
     def _take_leaves(self, batch: Any) -> tuple[Sequence[Any] | None, str]:
         """Return copies of a whole batch's leaves, for a step may write into them; or why no step has any.
@@ -242,13 +242,13 @@ class TrainingAudit:
         if not verdict.is_compared:
             return "", ""
         if verdict.difference:
-            agreed = [each.step for each in self._verdicts if not each.difference]
-            before = f"; step {agreed[-1]} was the last that agreed" if agreed else ""
+            agreed = [past_verdict.step for past_verdict in self._verdicts if not past_verdict.difference]
+            agreement = f"; step {agreed[-1]} was the last that agreed" if agreed else ""
             # Of weights that were others from the start no step was compared.
             size = f" (largest relative difference {verdict.worst:.1e}, more than rounding)" if verdict.worst else ""
             sentence = (
                 f"the plan {self._job.plan.spec} does not compute what one device computes: {verdict.difference}{size}"
-                f"{before}"
+                f"{agreement}"
             )
             verdict = replace(verdict, difference=sentence)
         self._verdicts.append(verdict)
@@ -315,10 +315,10 @@ class TrainingAudit:
         """Return what was found; on rank 0."""
         verdicts = self._verdicts
         return AuditReport(
-            tuple(each.step for each in verdicts),
-            max((each.worst for each in verdicts if not each.difference), default=0.0),
-            tuple(each.difference for each in verdicts if each.difference),
-            all(each.of_own_code for each in verdicts),
+            tuple(verdict.step for verdict in verdicts),
+            max((verdict.worst for verdict in verdicts if not verdict.difference), default=0.0),
+            tuple(verdict.difference for verdict in verdicts if verdict.difference),
+            all(verdict.of_own_code for verdict in verdicts),
             self._note,
             self._schedule.stall_seconds,
         )

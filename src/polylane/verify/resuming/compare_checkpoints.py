@@ -33,30 +33,34 @@ class CheckpointDifference:
     tensors: int
 
 
-def compare_bits(expected: Path, found: Path) -> CheckpointDifference:
+def compare_bits(expected: Path, actual: Path) -> CheckpointDifference:
     """Compare every tensor and every plain value of two checkpoints of one plan, bit for bit."""
-    one, other = _open(expected), _open(found)
-    first, worst = "", 0.0
-    names = sorted({*one.manifest.tensors, *other.manifest.tensors}, key=_order)
+    expected_store, actual_store = _open(expected), _open(actual)
+    first_name, worst = "", 0.0
+    names = sorted({*expected_store.manifest.tensors, *actual_store.manifest.tensors}, key=_order)
     for name in names:
-        if name not in one.manifest.tensors or name not in other.manifest.tensors:
-            first, worst = first or name, float("inf")
+        if name not in expected_store.manifest.tensors or name not in actual_store.manifest.tensors:
+            first_name, worst = first_name or name, float("inf")
             continue
-        a, b = one.read_whole(name), other.read_whole(name)
+        a, b = expected_store.read_whole(name), actual_store.read_whole(name)
         if a.shape != b.shape or not _same_bits(a, b):
-            first, worst = first or name, max(worst, _relative_error(a, b))
-    return CheckpointDifference(first or _first_plain(one.manifest, other.manifest), worst, len(names))
+            first_name, worst = first_name or name, max(worst, _relative_error(a, b))
+    return CheckpointDifference(
+        first_name or _first_plain(expected_store.manifest, actual_store.manifest), worst, len(names)
+    )
 
 
-def compare_values(expected: Path, found: Path) -> dict[str, float]:
+def compare_values(expected: Path, actual: Path) -> dict[str, float]:
     """Return relative errors of the weights, buffers and optimizer states that two plans have saved, by name.
 
     State that only one of the plans has, such as that of a random generator of one worker, is no part of this.
     """
-    one, other = _open(expected), _open(found)
-    names = [name for name in one.manifest.tensors if name.startswith((_MODEL, _OPTIMIZER))]
-    names = sorted((name for name in names if name.startswith(_MODEL) or name in other.manifest.tensors), key=_order)
-    return {name: _relative_error(one.read_whole(name), other.read_whole(name)) for name in names}
+    expected_store, actual_store = _open(expected), _open(actual)
+    names = [name for name in expected_store.manifest.tensors if name.startswith((_MODEL, _OPTIMIZER))]
+    names = sorted(
+        (name for name in names if name.startswith(_MODEL) or name in actual_store.manifest.tensors), key=_order
+    )
+    return {name: _relative_error(expected_store.read_whole(name), actual_store.read_whole(name)) for name in names}
 
 
 def _open(folder: Path) -> CheckpointReader:
@@ -71,7 +75,7 @@ def _order(name: str) -> tuple[bool, bool, str]:
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype:
         return False
-    bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b) if each.numel()]
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b) if tensor.numel()]
     return not bits or torch.equal(*bits)
 
 
@@ -84,8 +88,8 @@ def _relative_error(a: Tensor, b: Tensor) -> float:
     return divide_by_scale(max_difference(a, b), max_magnitude(a))
 
 
-def _first_plain(one: Manifest, other: Manifest) -> str:
-    a, b = from_json(one.plain), from_json(other.plain)
+def _first_plain(expected: Manifest, actual: Manifest) -> str:
+    a, b = from_json(expected.plain), from_json(actual.plain)
     return next((name for name in sorted({*a, *b}) if _text(a.get(name)) != _text(b.get(name))), "")
 
 

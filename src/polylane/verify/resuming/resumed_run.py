@@ -91,7 +91,7 @@ def verify_resumed(
     objective: Objective,
     data: TrainingData,
     plan: str | Spec | Plan,
-    other: str | Spec | Plan | None = None,
+    other_plan: str | Spec | Plan | None = None,
     *,
     clip_norm: float | None = None,
     seed: int = 0,
@@ -104,8 +104,8 @@ def verify_resumed(
         objective: the loss with its optimizer and scheduler; a loss that is a module is copied.
         data: what is trained on, for at least two steps.
         plan: how the training is split; its workers are forked here.
-        other: another plan that goes on from the same checkpoint, by default with as many microbatches; None: the same
-            plan alone.
+        other_plan: another plan that goes on from the same checkpoint, by default with as many microbatches; None: the
+            same plan alone.
         clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
         seed: of dropout and of all other random numbers.
         init: fills the tensors that a module itself owns, for a model on the meta device.
@@ -121,17 +121,17 @@ def verify_resumed(
     refuse_unusable_modules(model)
     model, objective = copied_module(model), objective_in_float64(objective)
     if is_on_meta(model):
-        materialize(model, init, seed, torch.device("cpu"), lambda name, whole: whole)
+        materialize(model, init, seed, torch.device("cpu"), lambda name, tensor: tensor)
     problem = TrainingProblem(
         to_float64(model), {objective.name: objective}, batch_in_float64(data.example), in_float64=True
     )
     prepared = compile_training(problem, plan)
     check_it_runs(prepared, data.example)
-    if isinstance(other, Spec) and other.microbatches is None:  # batch statistics are those of microbatches
-        other = replace(other, microbatches=prepared.plan.microbatches)
-    elsewhere = None if other is None else compile_training(problem, other)
-    for each in (prepared, *([elsewhere] if elsewhere else [])):
-        _refuse_unrepeatable(each.plan, alone=elsewhere is None)
+    if isinstance(other_plan, Spec) and other_plan.microbatches is None:  # batch statistics are those of microbatches
+        other_plan = replace(other_plan, microbatches=prepared.plan.microbatches)
+    elsewhere = None if other_plan is None else compile_training(problem, other_plan)
+    for training in (prepared, *([elsewhere] if elsewhere else [])):
+        _refuse_unrepeatable(training.plan, alone=elsewhere is None)
     with tempfile.TemporaryDirectory(prefix="polylane-verify-") as folder:
         return _compare(prepared, elsewhere, data, clip_norm, seed, Path(folder))
 
@@ -161,22 +161,22 @@ def _compare(
     half, steps = data.steps // 2, data.steps
     # Saving ends the batches under way in an asynchronous pipeline: there the unbroken run saves as well.
     also = half if prepared.plan.is_asynchronous else 0
-    how = (data, clip_norm, seed, generator_states())
-    unbroken = _train(prepared, *how, None, root / "unbroken", also)[half:]
-    _train(prepared, data.first_steps(half), *how[1:], None, root / "broken")
-    resumed = _train(prepared, *how, root / "broken", root / "resumed")
+    arguments = (data, clip_norm, seed, generator_states())
+    unbroken = _train(prepared, *arguments, None, root / "unbroken", also)[half:]
+    _train(prepared, data.first_steps(half), *arguments[1:], None, root / "broken")
+    resumed = _train(prepared, *arguments, root / "broken", root / "resumed")
     expected = open_checkpoint(root / "unbroken")[0]
-    same = compare_bits(expected, open_checkpoint(root / "resumed")[0])
+    difference = compare_bits(expected, open_checkpoint(root / "resumed")[0])
     losses = tuple(zip(unbroken, resumed, strict=True))
-    culprit = _first_loss(losses, half) or same.first
+    culprit = _first_loss(losses, half) or difference.first
     other_losses, errors, undetermined = tuple[tuple[float, float], ...](), dict[str, float](), tuple[str, ...]()
     if elsewhere is not None:
-        moved = _train(elsewhere, *how, root / "broken", root / "moved")
+        moved = _train(elsewhere, *arguments, root / "broken", root / "moved")
         other_losses = tuple(zip(unbroken, moved, strict=True))
         errors = _errors(other_losses, half, expected, root / "moved")
         if not max(errors.values()) <= TOLERANCE:
             # Rounding grows where an optimizer makes steps of it: as much as without any checkpoint is no fault of one.
-            straight = _train(elsewhere, *how, None, root / "straight")[half:]
+            straight = _train(elsewhere, *arguments, None, root / "straight")[half:]
             floors = _errors(tuple(zip(unbroken, straight, strict=True)), half, expected, root / "straight")
             undetermined = tuple(n for n, error in errors.items() if TOLERANCE < error <= FLOORS * floors[n])
             errors = {name: error for name, error in errors.items() if name not in undetermined}
@@ -189,7 +189,7 @@ def _compare(
         steps=steps,
         saved_step=half,
         losses=losses,
-        same_plan=same,
+        same_plan=difference,
         other="" if elsewhere is None else elsewhere.plan.spec,
         other_losses=other_losses,
         worst=errors.get(worst, 0.0),
@@ -200,9 +200,11 @@ def _compare(
     )
 
 
-def _errors(losses: Sequence[tuple[float, float]], half: int, expected: Path, found: Path) -> dict[str, float]:
-    own = {f"the loss of step {half + i + 1}": divide_by_scale(abs(a - b), abs(a)) for i, (a, b) in enumerate(losses)}
-    return own | compare_values(expected, open_checkpoint(found)[0])
+def _errors(losses: Sequence[tuple[float, float]], half: int, expected: Path, folder: Path) -> dict[str, float]:
+    loss_errors = {
+        f"the loss of step {half + i + 1}": divide_by_scale(abs(a - b), abs(a)) for i, (a, b) in enumerate(losses)
+    }
+    return loss_errors | compare_values(expected, open_checkpoint(folder)[0])
 
 
 def _first_loss(losses: Sequence[tuple[float, float]], half: int) -> str:

@@ -39,18 +39,18 @@ class TrainingData:
 
     def batches_of(self, job: Job) -> Iterator[Any]:
         """Yield the batches that a job has still to train on, from where it is: :meth:`.Job.batches`."""
-        start, left = job.position, self.steps - job.position.step
+        start, steps_left = job.position, self.steps - job.position.step
         # A short last batch that no step reaches must not be refused.
         ends_before = isinstance(self.dataset, Sized) and self.steps <= len(self.dataset) // self.batch_size
         for epoch in itertools.count(start.epoch):
-            again = epoch > 0 and isinstance(self.dataset, Iterator) and self.reopen is not None
-            dataset = self.reopen() if again and self.reopen is not None else self.dataset
-            how: dict[str, Any] = {"drop_last": ends_before, "first_epoch": epoch, "start": start}
-            batches = job.batches(dataset, self.batch_size, collate=self._collate_in_float64, **how)
-            for batch in itertools.islice(batches, left):
-                left -= 1
+            is_reopened = epoch > 0 and isinstance(self.dataset, Iterator) and self.reopen is not None
+            dataset = self.reopen() if is_reopened and self.reopen is not None else self.dataset
+            options: dict[str, Any] = {"drop_last": ends_before, "first_epoch": epoch, "start": start}
+            batches = job.batches(dataset, self.batch_size, collate=self._collate_in_float64, **options)
+            for batch in itertools.islice(batches, steps_left):
+                steps_left -= 1
                 yield batch
-            if not left:
+            if not steps_left:
                 return
 
     def _collate_in_float64(self, samples: list[Any]) -> Any:

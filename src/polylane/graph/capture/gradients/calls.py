@@ -35,7 +35,7 @@ class NoGradientCall(Exception):
 def _fake(
     outputs: list[Tensor], cotangents: list[Tensor | None], inputs: list[Tensor], differentiable: bool
 ) -> list[Tensor]:
-    return [torch.empty_like(each, requires_grad=False) for each in inputs]
+    return [torch.empty_like(tensor, requires_grad=False) for tensor in inputs]
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class GradientCall:
         """Return the call that a node stands for; None if it is another operator."""
         if node.op != "call_function" or str(node.target) != "polylane.gradient.default":
             return None
-        found: Any = node.args
-        return cls(*found)
+        arguments: Any = node.args
+        return cls(*arguments)
 
 
 def passes_gradient(node: fx.Node) -> bool:
@@ -74,44 +74,44 @@ def passes_gradient(node: fx.Node) -> bool:
 @contextmanager
 def gradient_calls_kept() -> Iterator[None]:
     """Context manager: during export, let every call of torch.autograd.grad become one operator."""
-    own: Any = torch.autograd
-    backward = own._engine_run_backward
+    autograd: Any = torch.autograd
+    backward = autograd._engine_run_backward
 
     def run(
         outputs: Sequence[Any], cotangents: Sequence[Any], retain: Any, differentiable: bool, inputs: Sequence[Any],
-        allow_unused: bool = False, accumulate_grad: bool = False, **others: Any,
+        allow_unused: bool = False, accumulate_grad: bool = False, **options: Any,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         mode: Any = get_proxy_mode()
-        given = [each for each in (*outputs, *cotangents, *inputs) if each is not None]
-        if mode is None or accumulate_grad or not all(isinstance(each, Tensor) for each in given):
-            found: tuple[Tensor | None, ...] = backward(
-                outputs, cotangents, retain, differentiable, inputs, allow_unused, accumulate_grad, **others
+        tensors = [tensor for tensor in (*outputs, *cotangents, *inputs) if tensor is not None]
+        if mode is None or accumulate_grad or not all(isinstance(tensor, Tensor) for tensor in tensors):
+            eager_gradients: tuple[Tensor | None, ...] = backward(
+                outputs, cotangents, retain, differentiable, inputs, allow_unused, accumulate_grad, **options
             )
-            return found
-        if not all(isinstance(each, FakeTensor) for each in given):
+            return eager_gradients
+        if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
             raise NoGradientCall(_TRANSFORMED)
-        used = [_is_used(mode.tracer, outputs, each) for each in inputs] if allow_unused else [True] * len(inputs)
-        wanted = [each for each, is_used in zip(inputs, used, strict=True) if is_used]
-        made: Any = (
-            torch.ops.polylane.gradient(list(outputs), list(cotangents), wanted, differentiable) if wanted else []
+        used = [_is_used(mode.tracer, outputs, tensor) for tensor in inputs] if allow_unused else [True] * len(inputs)
+        targets = [tensor for tensor, is_used in zip(inputs, used, strict=True) if is_used]
+        gradients: Any = (
+            torch.ops.polylane.gradient(list(outputs), list(cotangents), targets, differentiable) if targets else []
         )
-        results = iter([each.requires_grad_() if differentiable else each.detach() for each in made])
+        results = iter([gradient.requires_grad_() if differentiable else gradient.detach() for gradient in gradients])
         return tuple(next(results) if is_used else None for is_used in used)
 
-    with patch.object(own, "_engine_run_backward", run):
+    with patch.object(autograd, "_engine_run_backward", run):
         yield
 
 
 def _is_used(tracer: Any, outputs: Sequence[Tensor], value: Tensor) -> bool:
     """Return whether any of the outputs is computed from a value, as far as export has written the graph."""
-    (wanted,) = _nodes_of(tracer, [value]) or (None,)
-    pending, seen = _nodes_of(tracer, outputs), set[fx.Node]()
+    (target,) = _nodes_of(tracer, [value]) or (None,)
+    pending, visited = _nodes_of(tracer, outputs), set[fx.Node]()
     while pending:
         node = pending.pop()
-        if node is wanted:
+        if node is target:
             return True
-        if node not in seen and passes_gradient(node):
-            seen.add(node)
+        if node not in visited and passes_gradient(node):
+            visited.add(node)
             pending += node.all_input_nodes
     return False
 

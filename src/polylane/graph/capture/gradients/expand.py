@@ -65,28 +65,28 @@ class _Expansion:
                 self.arrived[output, 0].append(cotangent)
         for node in reversed(between):
             self._pass_back(node, set(between))
-        self._replace_results([self._gradient_of(each) for each in self.call.inputs])
+        self._replace_results([self._gradient_of(input_node) for input_node in self.call.inputs])
 
     def _nodes_between(self) -> list[fx.Node]:
         """Return the nodes through which the outputs depend on the inputs, both included, in the graph's order."""
         inputs, reached = set(self.call.inputs), set[fx.Node]()
-        before: list[fx.Node] = []
+        earlier_nodes: list[fx.Node] = []
         for node in self.graph.nodes:
             if node is self.node:
                 break
-            before.append(node)
+            earlier_nodes.append(node)
             if node in inputs or (passes_gradient(node) and any(n in reached for n in node.all_input_nodes)):
                 reached.add(node)
         needed = set(self.call.outputs)
-        for node in reversed(before):
+        for node in reversed(earlier_nodes):
             if node in needed and node in reached:
                 needed.update(node.all_input_nodes)
-        return [node for node in before if node in needed and node in reached]
+        return [node for node in earlier_nodes if node in needed and node in reached]
 
     def _pass_back(self, node: fx.Node, between: set[fx.Node]) -> None:
         """Pass the gradients that have arrived at a node on to its arguments."""
-        wanted = [each for each in node.all_input_nodes if each in between]
-        if not wanted or node.op != "call_function":
+        arguments = [argument for argument in node.all_input_nodes if argument in between]
+        if not arguments or node.op != "call_function":
             return
         if node.target is operator.getitem:
             of: Any = node.args
@@ -94,17 +94,17 @@ class _Expansion:
             return
         val = node.meta["val"]
         cotangents = [self._added_up(node, i) for i in range(len(val) if isinstance(val, (list, tuple)) else 1)]
-        if all(each is None for each in cotangents):
+        if all(cotangent is None for cotangent in cotangents):
             return
-        product = JacobianProduct(node, cotangents, wanted, self.call.differentiable)
+        product = JacobianProduct(node, cotangents, arguments, self.call.differentiable)
         try:
             self._refuse_own_python(node)
-            found = insert_product(self.graph, self.constants, product, self.node)
+            gradients = insert_product(self.graph, self.constants, product, self.node)
         except NoProduct as error:
             raise self._not_captured(node, str(error)) from error
-        for each, gradient in zip(wanted, found, strict=True):
+        for argument, gradient in zip(arguments, gradients, strict=True):
             if gradient is not None:
-                self.arrived[each, 0].append(gradient)
+                self.arrived[argument, 0].append(gradient)
 
     def _refuse_own_python(self, node: fx.Node) -> None:
         if not isinstance(node.target, (torch._ops.OpOverload, FunctionCall)):
@@ -131,16 +131,16 @@ class _Expansion:
 
     def _gradient_of(self, node: fx.Node) -> fx.Node:
         """Return the whole gradient to an input; zeros where the outputs do not depend on it."""
-        found = self._added_up(node)
+        gradient = self._added_up(node)
         with self.graph.inserting_before(self.node):
-            if found is None:
+            if gradient is None:
                 zeros = self.graph.call_function(torch.ops.aten.zeros_like.default, (node,))
                 zeros.meta = {**self.node.meta, "val": node.meta["val"]}
                 return zeros
             if self.call.differentiable:
-                return found
-            detached = self.graph.call_function(torch.ops.aten.detach.default, (found,))
-            detached.meta = dict(found.meta)
+                return gradient
+            detached = self.graph.call_function(torch.ops.aten.detach.default, (gradient,))
+            detached.meta = dict(gradient.meta)
             return detached
 
     def _replace_results(self, gradients: Sequence[fx.Node]) -> None:

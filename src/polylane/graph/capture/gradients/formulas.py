@@ -34,19 +34,19 @@ _DECOMPOSED = (
 DECOMPOSED = [getattr(torch.ops.aten, name) for name in _DECOMPOSED]
 
 
-def find_formula(node: fx.Node, wanted: Sequence[fx.Node]) -> tuple[Formula, list[str]] | None:
+def find_formula(node: fx.Node, arguments: Sequence[fx.Node]) -> tuple[Formula, list[str]] | None:
     """Return the formula for an operator and the names of the arguments whose gradients are wanted, or None.
 
     Args:
         node: the operator that is differentiated.
-        wanted: the arguments to which gradients are passed on.
+        arguments: the arguments to which gradients are passed on.
     """
     formula = _FORMULAS.get(str(node.target))
     if formula is None or "autocast" in node.meta:
         return None
     named = name_arguments(node)
-    names = [[name for name, value in named.items() if value is each] for each in wanted]
-    if any(len(each) != 1 for each in names):  # an argument that is given twice, or in a list
+    names = [[name for name, value in named.items() if value is argument] for argument in arguments]
+    if any(len(matches) != 1 for matches in names):  # an argument that is given twice, or in a list
         return None
     return formula, [name for (name,) in names]
 
@@ -54,17 +54,17 @@ def find_formula(node: fx.Node, wanted: Sequence[fx.Node]) -> tuple[Formula, lis
 def name_arguments(node: fx.Node) -> dict[str, Any]:
     """Return an operator's arguments by its own names for them, with defaults."""
     target: Any = node.target
-    given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False))
-    return {a.name: a.default_value for a in target._schema.arguments} | given | dict(node.kwargs)
+    arguments = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False))
+    return {a.name: a.default_value for a in target._schema.arguments} | arguments | dict(node.kwargs)
 
 
-def _linear(args: dict[str, Any], cotangent: Tensor, wanted: str) -> Tensor | None:
+def _linear(args: dict[str, Any], cotangent: Tensor, argument: str) -> Tensor | None:
     x, weight = args["input"], args["weight"]
     if weight.dim() != 2 or x.dim() < 2:
         return None
-    if wanted == "input":
+    if argument == "input":
         return torch.matmul(cotangent, weight)
-    if wanted == "bias":
+    if argument == "bias":
         return cotangent.sum(list(range(x.dim() - 1)))
     return _contract(cotangent, x)
 
@@ -77,80 +77,80 @@ def _contract(left: Tensor, right: Tensor) -> Tensor:
     return torch.einsum(f"{shared}m,{shared}n->mn", left, right)
 
 
-def _matmul(args: dict[str, Any], cotangent: Tensor, wanted: str) -> Tensor | None:
+def _matmul(args: dict[str, Any], cotangent: Tensor, argument: str) -> Tensor | None:
     left, right = args["self"], args["other" if "other" in args else "mat2"]
     if left.dim() < 2 or right.dim() < 2:
         return None
     if left.dim() == right.dim() and list(map(str, left.shape[:-2])) == list(map(str, right.shape[:-2])):
-        return torch.matmul(cotangent, right.mT) if wanted == "self" else torch.matmul(left.mT, cotangent)
+        return torch.matmul(cotangent, right.mT) if argument == "self" else torch.matmul(left.mT, cotangent)
     if right.dim() != 2:
         return None
-    return torch.matmul(cotangent, right.mT) if wanted == "self" else _contract(left, cotangent)
+    return torch.matmul(cotangent, right.mT) if argument == "self" else _contract(left, cotangent)
 
 
-def _convolution(args: dict[str, Any], cotangent: Tensor, wanted: str) -> Tensor | None:
+def _convolution(args: dict[str, Any], cotangent: Tensor, argument: str) -> Tensor | None:
     x, weight = args["input"], args["weight"]
     spatial = weight.dim() - 2
     if x.dim() != weight.dim() or any(map(is_dynamic, (*x.shape[2:], *cotangent.shape[2:]))):
         return None
-    if wanted == "bias":
+    if argument == "bias":
         return cotangent.sum([0, *range(2, x.dim())])
     stride, padding, dilation = ([*args[name]] * spatial for name in ("stride", "padding", "dilation"))
     stride, padding, dilation = stride[:spatial], padding[:spatial], dilation[:spatial]
-    if wanted == "weight":
+    if argument == "weight":
         shapes, mask = (stride, padding, dilation, False, [0] * spatial, args["groups"]), [False, True, False]
-        found: Tensor = torch.ops.aten.convolution_backward(cotangent, x, weight, None, *shapes, mask)[1]
-        return found
+        weight_gradient: Tensor = torch.ops.aten.convolution_backward(cotangent, x, weight, None, *shapes, mask)[1]
+        return weight_gradient
     # Positions of the input that no output reads, at the end.
-    left = [
+    remainder = [
         size_hint(x.shape[d + 2])
         - ((size_hint(cotangent.shape[d + 2]) - 1) * stride[d] - 2 * padding[d])
         - (dilation[d] * (weight.shape[d + 2] - 1) + 1)
         for d in range(spatial)
     ]
     transposed: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
-    made: Tensor = transposed(cotangent, weight, None, stride, padding, left, args["groups"], dilation)
-    return made
+    input_gradient: Tensor = transposed(cotangent, weight, None, stride, padding, remainder, args["groups"], dilation)
+    return input_gradient
 
 
-def _transposed_convolution(args: dict[str, Any], cotangent: Tensor, wanted: str) -> Tensor | None:
+def _transposed_convolution(args: dict[str, Any], cotangent: Tensor, argument: str) -> Tensor | None:
     x, weight = args["input"], args["weight"]
-    if wanted != "input" or x.dim() != weight.dim():
+    if argument != "input" or x.dim() != weight.dim():
         return None
     convolution: Any = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
     form = (args["stride"], args["padding"], args["dilation"], args["groups"])
-    made: Tensor = convolution(cotangent, weight, None, *form)
-    return made
+    gradient: Tensor = convolution(cotangent, weight, None, *form)
+    return gradient
 
 
-def _slice(args: dict[str, Any], cotangent: Tensor, wanted: str) -> Tensor | None:
+def _slice(args: dict[str, Any], cotangent: Tensor, argument: str) -> Tensor | None:
     x, step = args["self"], args["step"]
     dim, start, end = args["dim"] % x.dim(), args["start"] or 0, args["end"]
     if start == 0 and step == 1 and (end is None or (isinstance(end, int) and end == torch.iinfo(torch.int64).max)):
         return cotangent
     if step != 1 or is_dynamic(x.shape[dim]) or not isinstance(start, int):
         return None
-    first = min(start % x.shape[dim] if start < 0 else start, x.shape[dim])
-    return _pad(cotangent, dim, first, x.shape[dim] - first - cotangent.shape[dim])
+    offset = min(start % x.shape[dim] if start < 0 else start, x.shape[dim])
+    return _pad(cotangent, dim, offset, x.shape[dim] - offset - cotangent.shape[dim])
 
 
-def _select(args: dict[str, Any], cotangent: Tensor, wanted: str) -> Tensor | None:
+def _select(args: dict[str, Any], cotangent: Tensor, argument: str) -> Tensor | None:
     x, index = args["self"], args["index"]
     dim = args["dim"] % x.dim()
     if is_dynamic(x.shape[dim]) or not isinstance(index, int):
         return None
-    first = index % x.shape[dim]
-    return _pad(cotangent.unsqueeze(dim), dim, first, x.shape[dim] - first - 1)
+    offset = index % x.shape[dim]
+    return _pad(cotangent.unsqueeze(dim), dim, offset, x.shape[dim] - offset - 1)
 
 
-def _pad(value: Tensor, dim: int, before: int, after: int) -> Tensor:
+def _pad(value: Tensor, dim: int, pad_before: int, pad_after: int) -> Tensor:
     """Return a value with zeros before and after it along one dimension."""
-    if not before and not after:
+    if not pad_before and not pad_after:
         return value
-    return torch.constant_pad_nd(value, [0, 0] * (value.dim() - 1 - dim) + [before, after])
+    return torch.constant_pad_nd(value, [0, 0] * (value.dim() - 1 - dim) + [pad_before, pad_after])
 
 
-def _constant_pad(args: dict[str, Any], cotangent: Tensor, wanted: str) -> Tensor | None:
+def _constant_pad(args: dict[str, Any], cotangent: Tensor, argument: str) -> Tensor | None:
     pad = args["pad"]
     if args.get("mode", "constant") != "constant" or any(not isinstance(n, int) or n < 0 for n in pad):
         return None
@@ -160,14 +160,14 @@ def _constant_pad(args: dict[str, Any], cotangent: Tensor, wanted: str) -> Tenso
     return cotangent
 
 
-def _log_sigmoid(args: dict[str, Any], cotangent: Tensor, wanted: str) -> Tensor:
+def _log_sigmoid(args: dict[str, Any], cotangent: Tensor, argument: str) -> Tensor:
     return cotangent * torch.sigmoid(-args["self"])
 
 
-def _index(args: dict[str, Any], cotangent: Tensor, wanted: str) -> Tensor | None:
+def _index(args: dict[str, Any], cotangent: Tensor, argument: str) -> Tensor | None:
     # Positions may be None, which torch.index_put does not take.
-    made: Tensor = torch.ops.aten.index_put(torch.zeros_like(args["self"]), args["indices"], cotangent, True)
-    return made
+    gradient: Tensor = torch.ops.aten.index_put(torch.zeros_like(args["self"]), args["indices"], cotangent, True)
+    return gradient
 
 
 _FORMULAS: dict[str, Formula] = {

@@ -77,7 +77,7 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     """Compute attention as torch's math backend does: [..., queries, features], [..., keys, features] twice."""
     if enable_gqa:
-        key, value = (each.repeat_interleave(query.size(-3) // each.size(-3), -3) for each in (key, value))
+        key, value = (tensor.repeat_interleave(query.size(-3) // tensor.size(-3), -3) for tensor in (key, value))
     root = (query.size(-1) ** -0.5 if scale is None else scale) ** 0.5
     scores = torch.matmul(query * root, key.transpose(-2, -1) * root)
     if is_causal:

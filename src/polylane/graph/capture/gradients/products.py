@@ -55,7 +55,7 @@ class JacobianProduct:
     @property
     def given(self) -> list[fx.Node]:
         """The nodes that the product may read: the operator's arguments, then its cotangents."""
-        arguments = (each for each in self.node.all_input_nodes if "val" in each.meta)  # the sample slice has none
+        arguments = (node for node in self.node.all_input_nodes if "val" in node.meta)  # the sample slice has none
         return list(dict.fromkeys([*arguments, *(c for c in self.cotangents if c is not None)]))
 
 
@@ -71,17 +71,17 @@ def insert_traced(graph: fx.Graph, constants: dict[str, Tensor], run: Any, node:
     Raises:
         NoProduct: the function cannot be traced.
     """
-    given = list(node.all_input_nodes)
-    traced = _trace_function(run, [each.meta["val"] for each in given], True)
+    arguments = list(node.all_input_nodes)
+    traced = _trace_function(run, [argument.meta["val"] for argument in arguments], True)
     _tidy(traced.graph)
-    values = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), given, strict=True))
+    values = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), arguments, strict=True))
     results: Any = traced.graph.output_node().args[0]
     _copy_nodes(traced, results, values, (graph, constants, node, node), draws=True)
     return [values[result] for result in results]
 
 
 def insert_product(
-    graph: fx.Graph, constants: dict[str, Tensor], product: JacobianProduct, before: fx.Node
+    graph: fx.Graph, constants: dict[str, Tensor], product: JacobianProduct, anchor: fx.Node
 ) -> list[fx.Node | None]:
     """Write a product into a graph; return its gradients, None where there is none.
 
@@ -89,7 +89,7 @@ def insert_product(
         graph: captured code, changed in place.
         constants: tensors that the code closes over, by placeholder name; the product's own are added.
         product: the product that is to be written.
-        before: the node in front of which it is written; its line of the user's code is that of the product.
+        anchor: the node in front of which it is written; its line of the user's code is that of the product.
 
     Raises:
         NoProduct: the operator cannot be differentiated by operators of a graph.
@@ -101,7 +101,7 @@ def insert_product(
     for index, result in enumerate(results[:count]):
         if isinstance(result, fx.Node) and result not in values:
             values[result] = _output_of(product.node, index)
-    _copy_nodes(traced, [r for r in results[count:] if r is not None], values, (graph, constants, product.node, before))
+    _copy_nodes(traced, [r for r in results[count:] if r is not None], values, (graph, constants, product.node, anchor))
     return [None if result is None else values[result] for result in results[count:]]
 
 
@@ -110,12 +110,12 @@ def _output_of(node: fx.Node, index: int) -> fx.Node:
     val = node.meta["val"]
     if not isinstance(val, (list, tuple)):
         return node
-    found = next((user for user in node.users if user.target is operator.getitem and user.args[1] == index), None)
-    if found is None:
+    output = next((user for user in node.users if user.target is operator.getitem and user.args[1] == index), None)
+    if output is None:
         with node.graph.inserting_after(node):
-            found = node.graph.call_function(operator.getitem, (node, index))
-        found.meta = {**node.meta, "val": val[index]}
-    return found
+            output = node.graph.call_function(operator.getitem, (node, index))
+        output.meta = {**node.meta, "val": val[index]}
+    return output
 
 
 def _copy_nodes(
@@ -134,25 +134,25 @@ def _copy_nodes(
         into: the captured graph, its constants, the differentiated operator, and the node to copy in front of.
         draws: whether random operators may be copied.
     """
-    graph, constants, node, before = into
+    graph, constants, node, anchor = into
     needed, pending = set[fx.Node](), list(results)
     while pending:
-        each = pending.pop()
-        if each not in needed and each not in values:
-            needed.add(each)
-            pending += each.all_input_nodes
+        traced_node = pending.pop()
+        if traced_node not in needed and traced_node not in values:
+            needed.add(traced_node)
+            pending += traced_node.all_input_nodes
     # The operators belong to the module whose value they differentiate, and to the line that asks for gradients.
-    kept = {key: of.meta[key] for key, of in (("nn_module_stack", node), ("stack_trace", before)) if key in of.meta}
-    for each in traced.graph.nodes:
-        if each not in needed:
+    meta = {key: of.meta[key] for key, of in (("nn_module_stack", node), ("stack_trace", anchor)) if key in of.meta}
+    for traced_node in traced.graph.nodes:
+        if traced_node not in needed:
             continue
-        if each.op == "get_attr":
-            values[each] = _add_constant(graph, constants, getattr(traced, str(each.target)))
+        if traced_node.op == "get_attr":
+            values[traced_node] = _add_constant(graph, constants, getattr(traced, str(traced_node.target)))
             continue
-        _check_copied(each, draws)
-        with graph.inserting_before(before):
-            values[each] = copied = graph.node_copy(each, values.__getitem__)
-        copied.meta = {**kept, "val": each.meta.get("val")}
+        _check_copied(traced_node, draws)
+        with graph.inserting_before(anchor):
+            values[traced_node] = copied = graph.node_copy(traced_node, values.__getitem__)
+        copied.meta = {**meta, "val": traced_node.meta.get("val")}
 
 
 def _check_copied(node: fx.Node, draws: bool) -> None:
@@ -173,9 +173,9 @@ def _add_constant(graph: fx.Graph, constants: dict[str, Tensor], value: Any) -> 
     name = next(name for i in range(len(constants) + 1) if (name := f"gradient_constant_{i}") not in constants)
     constants[name] = value
     with graph.inserting_before():
-        made = graph.placeholder(name)
-    made.meta = {"role": ("constant", name), "val": value}
-    return made
+        placeholder = graph.placeholder(name)
+    placeholder.meta = {"role": ("constant", name), "val": value}
+    return placeholder
 
 
 def _trace(product: JacobianProduct) -> fx.GraphModule:
@@ -189,14 +189,14 @@ def _trace(product: JacobianProduct) -> fx.GraphModule:
 
 def _trace_formula(product: JacobianProduct) -> fx.GraphModule | None:
     """Trace a product by a formula of :mod:`.formulas`; None where there is none for all that is wanted."""
-    found = find_formula(product.node, product.wanted)
-    if found is None:
+    match = find_formula(product.node, product.wanted)
+    if match is None:
         return None
-    formula, wanted = found
+    formula, names = match
 
     def run(product: JacobianProduct, table: Mapping[fx.Node, Any], cotangents: Sequence[Any]) -> list[Any]:
         named = fx.map_arg(name_arguments(product.node), table.__getitem__)
-        gradients = [formula(named, cotangents[0], name) for name in wanted]
+        gradients = [formula(named, cotangents[0], name) for name in names]
         if any(gradient is None for gradient in gradients):
             raise _NoFormula
         return [None, *gradients]
@@ -211,29 +211,29 @@ class _NoFormula(Exception):
     """A formula does not hold for the shapes that are given."""
 
 
-def _trace_by(differentiate: Any, product: JacobianProduct, whole: bool) -> fx.GraphModule:
+def _trace_by(differentiate: Any, product: JacobianProduct, verbatim: bool) -> fx.GraphModule:
     """Trace a function that computes a product.
 
     Args:
         differentiate: takes the product, its nodes' values, and the values of its cotangents; returns the operator's
             outputs (None: not computed), then the gradients.
         product: the product that is to be traced.
-        whole: whether composite operators are kept as they are written.
+        verbatim: whether composite operators are kept as they are written.
     """
 
     def run(*values: Any) -> list[Any]:
         table = dict(zip(product.given, values, strict=True))
-        cotangents = [None if each is None else table[each] for each in product.cotangents]
-        found: list[Any] = differentiate(product, table, cotangents)
-        return found
+        cotangents = [None if cotangent is None else table[cotangent] for cotangent in product.cotangents]
+        results: list[Any] = differentiate(product, table, cotangents)
+        return results
 
-    return _trace_function(run, [each.meta["val"] for each in product.given], whole)
+    return _trace_function(run, [node.meta["val"] for node in product.given], verbatim)
 
 
-def _trace_function(run: Any, values: Sequence[Any], whole: bool) -> fx.GraphModule:
-    """Trace a function on fake tensors of a capture; ``whole``: composite operators are kept as they are written."""
+def _trace_function(run: Any, values: Sequence[Any], verbatim: bool) -> fx.GraphModule:
+    """Trace a function on fake tensors of a capture; ``verbatim``: composite operators are kept as they are written."""
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
-    decomposed: Any = {} if whole else get_decompositions(DECOMPOSED)
+    decomposed: Any = {} if verbatim else get_decompositions(DECOMPOSED)
     with ExitStack() as stack:
         stack.enter_context(quiet())
         # Oblivious sizes, as in the export itself: a product must hold for one sample, too.
@@ -241,7 +241,7 @@ def _trace_function(run: Any, values: Sequence[Any], whole: bool) -> fx.GraphMod
         stack.enter_context(mode)
         stack.enter_context(torch.enable_grad())
         try:
-            return make_fx(run, decomposition_table=decomposed, pre_dispatch=whole)(*values)
+            return make_fx(run, decomposition_table=decomposed, pre_dispatch=verbatim)(*values)
         except (NoProduct, _NoFormula):
             raise
         except Exception as error:
@@ -254,8 +254,8 @@ def _differentiate(
 ) -> list[Any]:
     """Run an operator and autograd's formula for it; return its outputs, then the gradients."""
     node: Any = product.node
-    leaves = {each: table[each].detach().requires_grad_() for each in product.wanted}
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: leaves.get(each, table.get(each)))
+    leaves = {argument: table[argument].detach().requires_grad_() for argument in product.wanted}
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: leaves.get(argument, table.get(argument)))
     with ExitStack() as stack:
         if "autocast" in node.meta:
             device, dtype, enabled, *_ = node.meta["autocast"]

@@ -21,7 +21,7 @@ class AbsentValues(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in TRUTHS and any(isinstance(each, Tensor) and each.is_meta for each in tree_leaves((args, kwargs))):
+        if name in TRUTHS and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
             raised = find_raise(sys._getframe(1))
             if raised is not None:
                 return raised.answer
@@ -34,13 +34,13 @@ class AbsentValues(TorchFunctionMode):
 class _MetaNumber:
     """A number that nobody knows; also what is computed of it. It may be compared, where one answer only raises."""
 
-    def _compute(self, *others: Any) -> Any:
-        return self if all(isinstance(each, (int, float, _MetaNumber)) for each in others) else _ask()
+    def _compute(self, *operands: Any) -> Any:
+        return self if all(isinstance(operand, (int, float, _MetaNumber)) for operand in operands) else _ask()
 
     def _compare(self, other: Any) -> Any:
         return _MetaAnswer()
 
-    def _convert(self, *how: Any) -> Any:
+    def _convert(self, *arguments: Any) -> Any:
         return _ask()
 
     __abs__ = __neg__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _compute

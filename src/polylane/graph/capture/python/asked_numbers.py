@@ -68,15 +68,15 @@ class AskedNumbers:
     def _check(self, expr: Any) -> bool | None:
         """Write the check of a condition into the graph; return the answer with which the code goes on, or None."""
         frame = _users_frame()
-        known = expr.free_symbols <= self._tensors.keys()
-        if frame is None or not (known and isinstance(expr, Boolean) and is_at_branch(frame)):
+        is_known = expr.free_symbols <= self._tensors.keys()
+        if frame is None or not (is_known and isinstance(expr, Boolean) and is_at_branch(frame)):
             return None
         raised = find_raise(frame)
         condition = None if raised is None else self._compute(expr)
         if raised is None or condition is None:
             return None
-        told = {name: self._tensor_of(value) for name, value in raised.names.items()}
-        return check_condition(raised, condition, {name: own for name, own in told.items() if own is not None})
+        values = {name: self._tensor_of(value) for name, value in raised.names.items()}
+        return check_condition(raised, condition, {name: value for name, value in values.items() if value is not None})
 
     def _tensor_of(self, value: Any) -> Tensor | None:
         """Return the tensor that a number was taken out of; None for any other value."""

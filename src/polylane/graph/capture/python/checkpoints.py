@@ -22,7 +22,7 @@ _REGION = re.compile(r'File "<checkpoint (?P<number>\d+)>"')
 @contextmanager
 def checkpoints_inlined() -> Iterator[None]:
     """Context manager: run the function that torch.utils.checkpoint is given directly, and number the calls."""
-    own: Any = torch.utils.checkpoint
+    module: Any = torch.utils.checkpoint
     _CALLS.clear()
 
     def note() -> None:
@@ -34,8 +34,8 @@ def checkpoints_inlined() -> Iterator[None]:
         def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
             note()
             # The reentrant kind has gradients only where one of its inputs has.
-            given = [arg for arg in args if isinstance(arg, torch.Tensor)]
-            with nullcontext() if any(arg.requires_grad for arg in given) else torch.no_grad():
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            with nullcontext() if any(arg.requires_grad for arg in tensors) else torch.no_grad():
                 return function(*args)
 
     def begin(function: Any, preserve: bool, contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -47,8 +47,8 @@ def checkpoints_inlined() -> Iterator[None]:
             yield
 
     with (
-        patch.object(own, "CheckpointFunction", Inlined),
-        patch.object(own, "_checkpoint_without_reentrant_generator", begin),
+        patch.object(module, "CheckpointFunction", Inlined),
+        patch.object(module, "_checkpoint_without_reentrant_generator", begin),
     ):
         yield
 
@@ -66,9 +66,9 @@ def is_checkpointed(node: fx.Node) -> bool:
 
 def find_checkpoints(graph: fx.Graph) -> tuple[frozenset[str], ...]:
     """Return the names of the nodes inside of each call, in the order of the calls; nested ones count as the outer."""
-    found: dict[int, set[str]] = {}
+    regions: dict[int, set[str]] = {}
     for node in graph.nodes:
         outermost = _REGION.search(node.meta.get("stack_trace") or "")
         if node.op == "call_function" and outermost is not None:
-            found.setdefault(int(outermost["number"]), set()).add(str(node.meta["name"]))
-    return tuple(frozenset(names) for _, names in sorted(found.items()))
+            regions.setdefault(int(outermost["number"]), set()).add(str(node.meta["name"]))
+    return tuple(frozenset(names) for _, names in sorted(regions.items()))

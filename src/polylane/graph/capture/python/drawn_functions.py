@@ -55,7 +55,7 @@ class ObservedResult:
         flat, rebuild = flatten_nested(result)
         values = [_as_tensor(value) for value in flat]
         pairs = zip(flat, values, strict=True)
-        return cls(values, [_is_array(own) for own, value in pairs if isinstance(value, Tensor)], rebuild)
+        return cls(values, [_is_array(item) for item, value in pairs if isinstance(value, Tensor)], rebuild)
 
 
 ObservedResults = dict[str, list[ObservedResult]]  # of each function in a dry run, in order
@@ -106,10 +106,10 @@ class DrawnFunction:
         args, kwargs = self.rebuild_arguments(flat)
         with compiler_off(), torch.no_grad():
             results = [_as_tensor(value) for value in flatten_nested(self.function(*args, **kwargs))[0]]
-        made = [results[position] for position in self.output_positions]
+        values = [results[position] for position in self.output_positions]
         if count == part.samples:
-            return made
-        return [self._take(*each, part) for each in zip(made, self.outputs, strict=True)]
+            return values
+        return [self._take(*pair, part) for pair in zip(values, self.outputs, strict=True)]
 
     @staticmethod
     def _take(value: Tensor, output: LeafOutput, part: Any) -> Tensor:
@@ -124,8 +124,8 @@ class KeyedDraw:
     __name__ = "draw"
     __module__ = "polylane"
 
-    def __init__(self, own: DrawnFunction, name: str) -> None:
-        self.own, self.salt = own, salt_of(name)
+    def __init__(self, function: DrawnFunction, name: str) -> None:
+        self.own, self.salt = function, salt_of(name)
 
     def __call__(self, part: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
         number = python_seed_of(dataclasses.replace(part, microbatch=0), self.salt)
@@ -152,8 +152,8 @@ def tensor_of_drawn(function: Any, args: Any, kwargs: Any) -> Tensor | None:
     array = args[0] if args and function in _CONVERSIONS else None
     if not isinstance(array, DrawnArray):
         return None
-    made: Tensor = array.__dict__["tensor"]
-    return made.to(kwargs.get("device") or made.device, kwargs.get("dtype") or made.dtype)
+    tensor: Tensor = array.__dict__["tensor"]
+    return tensor.to(kwargs.get("device") or tensor.device, kwargs.get("dtype") or tensor.dtype)
 
 
 def _as_tensor(value: Any) -> Any:
@@ -209,23 +209,23 @@ def functions_drawn(
             key = _key_of(function)
             k = tracing.calls[key]
             tracing.calls[key] += 1
-            return _emit(function, (args, kwargs), [(count, seen[key][k]) for count, seen in observed], tracing)
+            return _emit(function, (args, kwargs), [(count, results[key][k]) for count, results in observed], tracing)
 
         return called
 
-    own = torch.from_numpy
+    original = torch.from_numpy
 
     def from_numpy(array: Any) -> Tensor:
-        return array.__dict__["tensor"] if isinstance(array, DrawnArray) else own(array)
+        return array.__dict__["tensor"] if isinstance(array, DrawnArray) else original(array)
 
     with _functions_replaced(functions, stand_in), patch.object(torch, "from_numpy", from_numpy):
         yield
 
 
-def _emit(function: FunctionType, given: Any, seen: Sequence[tuple[int, ObservedResult]], tracing: CaptureRun) -> Any:
+def _emit(function: FunctionType, inputs: Any, runs: Sequence[tuple[int, ObservedResult]], tracing: CaptureRun) -> Any:
     """Write a call into the graph, and return what the function would."""
-    (few, first), (many, second) = seen
-    flat, rebuild = flatten_nested(given)
+    (few, first), (many, second) = runs
+    flat, rebuild = flatten_nested(inputs)
     tensor_at = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
     size_at = [i for i, value in enumerate(flat) if isinstance(value, torch.SymInt)]
     arguments = [None if i in tensor_at else size_function(v) if i in size_at else v for i, v in enumerate(flat)]
@@ -234,10 +234,10 @@ def _emit(function: FunctionType, given: Any, seen: Sequence[tuple[int, Observed
     outputs = [infer_output(*pair, (few, many), function.__qualname__) for pair in pairs]
     site = DrawnFunction(function, arguments, tensor_at, size_at, rebuild, outputs, output_at)
     site.samples = tracing.samples
-    made = emit_call(site, [flat[i] for i in tensor_at])
+    tensors = emit_call(site, [flat[i] for i in tensor_at])
     site.samples = None  # a symbol of this export, no longer needed
     values: list[Any] = [
-        DrawnArray(each) if array else each for each, array in zip(made, first.are_arrays, strict=True)
+        DrawnArray(tensor) if array else tensor for tensor, array in zip(tensors, first.are_arrays, strict=True)
     ]
     return first.rebuild(with_tensors(first.values, output_at, values))
 

@@ -18,17 +18,17 @@ _OPERATORS = ("BINARY_OP", "COMPARE_OP", "CONTAINS_OP", "IS_OP", "UNARY_NOT", "U
 def read_definition(function: types.FunctionType) -> ast.FunctionDef | None:
     """Return the definition of a function, its lines numbered as in its file; None if its source is not what runs."""
     try:
-        lines, first = inspect.getsourcelines(function)
+        lines, first_line = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError):
         return None
     definition = tree.body[0] if len(tree.body) == 1 else None
     if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
         return None
-    ast.increment_lineno(tree, first - 1)
-    same = build_function(function, definition, definition.body)
+    ast.increment_lineno(tree, first_line - 1)
+    copy = build_function(function, definition, definition.body)
     # The file may have been edited since, or the function been rewritten by a tool.
-    return definition if _same_code(same.__code__, function.__code__) else None
+    return definition if _same_code(copy.__code__, function.__code__) else None
 
 
 def _same_code(a: types.CodeType, b: types.CodeType) -> bool:
@@ -40,7 +40,7 @@ def _same_code(a: types.CodeType, b: types.CodeType) -> bool:
 
 
 def _summarize(code: types.CodeType) -> tuple[Any, ...]:
-    operators = [(each.opname, each.argrepr) for each in dis.get_instructions(code) if each.opname in _OPERATORS]
+    operators = [(step.opname, step.argrepr) for step in dis.get_instructions(code) if step.opname in _OPERATORS]
     lines = [line for line, _ in itertools.groupby(line for _, _, line in code.co_lines())]
     return code.co_names, code.co_varnames, code.co_freevars, len(code.co_consts), lines, operators
 
@@ -59,14 +59,14 @@ def build_function(
     only = ast.arguments([], [ast.arg(argument)], None, [], [], None, [])
     # A name of its own: the function may mention its own name, which is a global's then.
     inner = ast.FunctionDef(_INNER, only if argument else definition.args, list(body), [], None, None)
-    around = [ast.arg(name) for name in like.__code__.co_freevars]
-    outer = ast.FunctionDef("outer", ast.arguments([], around, None, [], [], None, []), [inner], [], None, None)
+    free_variables = [ast.arg(name) for name in like.__code__.co_freevars]
+    outer = ast.FunctionDef("outer", ast.arguments([], free_variables, None, [], [], None, []), [inner], [], None, None)
     tree = ast.fix_missing_locations(
         ast.copy_location(ast.Module([ast.copy_location(outer, definition)], []), definition)
     )
     # Defaults and annotations are evaluated by nobody: code objects alone are taken.
-    code: Any = next(each for each in compile(tree, like.__code__.co_filename, "exec").co_consts if _is_code(each))
-    code = next(each for each in code.co_consts if _is_code(each) and each.co_name == _INNER)
+    code: Any = next(item for item in compile(tree, like.__code__.co_filename, "exec").co_consts if _is_code(item))
+    code = next(item for item in code.co_consts if _is_code(item) and item.co_name == _INNER)
     code = code.replace(co_name=like.__code__.co_name, co_qualname=like.__code__.co_qualname)
     cells = dict(zip(like.__code__.co_freevars, like.__closure__ or (), strict=True))
     closure = tuple(cells[name] for name in code.co_freevars)

@@ -106,20 +106,20 @@ class LossLog:
                 self.function(loss)
             except Exception as error:
                 line = innermost_line(
-                    (each.filename, each.lineno) for each in traceback.extract_tb(error.__traceback__)
+                    (frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
                 )
                 raise PolylaneError(
                     f"a line of the loss that only notes something raised {describe_error(error)} ({line})"
                 ) from error
 
 
-def split_log_statements(loss: Any, model: nn.Module, others: Sequence[Any]) -> tuple[Any, LossLog | None]:
+def split_log_statements(loss: Any, model: nn.Module, other_functions: Sequence[Any]) -> tuple[Any, LossLog | None]:
     """Cut the log statements out of a loss.
 
     Args:
         loss: the user's loss, a function of (model, batch).
         model: the user's model, which must not read what is cut out.
-        others: what else runs in a step: factories of the optimizer and its scheduler, other losses.
+        other_functions: what else runs in a step: factories of the optimizer and its scheduler, other losses.
 
     Returns:
         The loss without them, and the statements; the loss itself and None where it has none, or where it cannot be
@@ -132,18 +132,18 @@ def split_log_statements(loss: Any, model: nn.Module, others: Sequence[Any]) -> 
     if not statements:
         return loss, None
     assert definition is not None
-    rest = [each for each in definition.body if each not in statements]
+    body = [statement for statement in definition.body if statement not in statements]
     name = _returned_name(definition)
-    shared = [each for each in definition.body if isinstance(each, ast.Global | ast.Nonlocal)]
-    without = build_function(loss, definition, rest)
+    shared = [statement for statement in definition.body if isinstance(statement, ast.Global | ast.Nonlocal)]
+    without = build_function(loss, definition, body)
     function = build_function(loss, definition, [*shared, *statements], name)
     places = tuple(find_python_names([], [function]))
     hooks = [hook for parameter in model.parameters() for hook in _hooks_of(parameter)]
-    if _meets(places, function, find_python_names([*model.named_modules()], [without, *others, *hooks])):
+    if _meets(places, function, find_python_names([*model.named_modules()], [without, *other_functions, *hooks])):
         return loss, None
-    read = {each.id for statement in statements for each in ast.walk(statement) if isinstance(each, ast.Name)}
-    first = f"{loss.__code__.co_filename}:{min(each.lineno for each in statements)}"
-    return without, LossLog(function, places, name in read, first, loss)
+    read = {node.id for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    line = f"{loss.__code__.co_filename}:{min(statement.lineno for statement in statements)}"
+    return without, LossLog(function, places, name in read, line, loss)
 
 
 def _hooks_of(parameter: nn.Parameter) -> list[Any]:
@@ -156,77 +156,77 @@ def _hooks_of(parameter: nn.Parameter) -> list[Any]:
 
 def _returned_name(definition: ast.FunctionDef) -> str:
     """Return the name of the variable that a function returns at its end, assigned in one place; "" for no such."""
-    last = definition.body[-1]
-    if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Name):
+    last_statement = definition.body[-1]
+    if not isinstance(last_statement, ast.Return) or not isinstance(last_statement.value, ast.Name):
         return ""
-    name = last.value.id
-    stored = [each for each in ast.walk(definition) if isinstance(each, ast.Name) and each.id == name]
-    stored = [each for each in stored if not isinstance(each.ctx, ast.Load)]
-    plain = [each for each in definition.body if isinstance(each, ast.Assign) and each.targets == stored]
-    returns = [each for each in ast.walk(definition) if isinstance(each, ast.Return)]
+    name = last_statement.value.id
+    stored = [node for node in ast.walk(definition) if isinstance(node, ast.Name) and node.id == name]
+    stored = [node for node in stored if not isinstance(node.ctx, ast.Load)]
+    plain = [node for node in definition.body if isinstance(node, ast.Assign) and node.targets == stored]
+    returns = [node for node in ast.walk(definition) if isinstance(node, ast.Return)]
     return name if len(stored) == len(plain) == len(returns) == 1 else ""
 
 
 def _find_log_statements(definition: ast.FunctionDef, function: types.FunctionType) -> tuple[ast.stmt, ...]:
     """Return the statements of a function's own body that nothing computed in it depends on; () without effects."""
     name = _returned_name(definition)
-    if not name or any(isinstance(each, ast.Yield | ast.YieldFrom | ast.Await) for each in ast.walk(definition)):
+    if not name or any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in ast.walk(definition)):
         return ()
     code = function.__code__
-    arguments = {each.arg for each in ast.walk(definition.args) if isinstance(each, ast.arg)}
-    is_it = [isinstance(each, ast.Assign) and _stores(each) == {name} for each in definition.body]
+    arguments = {node.arg for node in ast.walk(definition.args) if isinstance(node, ast.arg)}
+    is_it = [isinstance(statement, ast.Assign) and _stores(statement) == {name} for statement in definition.body]
     assigned = is_it.index(True)
-    found = [
-        each
-        for i, each in enumerate(definition.body)
-        if i != assigned and _may_move(each, name, function) and (i > assigned or name not in _loads(each))
+    logs = [
+        statement
+        for i, statement in enumerate(definition.body)
+        if i != assigned and _may_move(statement, name, function) and (i > assigned or name not in _loads(statement))
     ]
-    inside = {*code.co_varnames, *code.co_cellvars} - arguments
+    variables = {*code.co_varnames, *code.co_cellvars} - arguments
     while True:  # each round takes out statements that the rest needs, or that need the rest
-        rest = [each for each in definition.body if each not in found]
-        needed = {each for statement in rest for each in _loads(statement)}
-        own = {each for statement in found for each in _stores(statement)} & inside
-        of_rest = {each for statement in rest for each in _stores(statement)} - {name}
-        kept = [
-            each
-            for each in found
-            if not _loads(each) & (arguments | of_rest)
-            and not _stores(each) & (needed | of_rest | {name} | arguments)
-            and _loads(each) & inside <= own | {name}
+        body = [statement for statement in definition.body if statement not in logs]
+        needed = {variable for statement in body for variable in _loads(statement)}
+        stored_names = {variable for statement in logs for variable in _stores(statement)} & variables
+        of_rest = {variable for statement in body for variable in _stores(statement)} - {name}
+        kept_logs = [
+            statement
+            for statement in logs
+            if not _loads(statement) & (arguments | of_rest)
+            and not _stores(statement) & (needed | of_rest | {name} | arguments)
+            and _loads(statement) & variables <= stored_names | {name}
         ]
-        if kept == found:
+        if kept_logs == logs:
             break
-        found = kept
+        logs = kept_logs
     # Between its assignment and its return nothing else may change the loss.
-    if any(name in _loads(each) for each in definition.body[assigned + 1 : -1] if each not in found):
+    if any(name in _loads(statement) for statement in definition.body[assigned + 1 : -1] if statement not in logs):
         return ()
-    outside = any(_has_effect(each, inside) for each in found)
-    return tuple(found) if outside else ()
+    has_effect = any(_has_effect(statement, variables) for statement in logs)
+    return tuple(logs) if has_effect else ()
 
 
 def _loads(statement: ast.stmt) -> set[str]:
     """Return the names that a statement reads, those of ``name += 1`` among them."""
     nodes = list(ast.walk(statement))
-    read = {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     return read | {e.target.id for e in nodes if isinstance(e, ast.AugAssign) and isinstance(e.target, ast.Name)}
 
 
 def _stores(statement: ast.stmt) -> set[str]:
     """Return the names that a statement assigns."""
     nodes = list(ast.walk(statement))
-    names = {each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
-    return names | {each.name for each in nodes if isinstance(each, ast.ExceptHandler) and each.name}
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    return names | {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
 
 
-def _has_effect(statement: ast.stmt, inside: Collection[str]) -> bool:
+def _has_effect(statement: ast.stmt, variables: Collection[str]) -> bool:
     """Return whether a statement may do more than to assign local variables."""
-    calls = any(isinstance(each, ast.Call) for each in ast.walk(statement))
-    return calls or not _stores(statement) <= set(inside) or _writes_inside(statement)
+    calls = any(isinstance(node, ast.Call) for node in ast.walk(statement))
+    return calls or not _stores(statement) <= set(variables) or _writes_inside(statement)
 
 
 def _writes_inside(statement: ast.stmt) -> bool:
-    targets = [each for each in ast.walk(statement) if isinstance(each, ast.Attribute | ast.Subscript)]
-    return any(not isinstance(each.ctx, ast.Load) for each in targets)
+    targets = [node for node in ast.walk(statement) if isinstance(node, ast.Attribute | ast.Subscript)]
+    return any(not isinstance(target.ctx, ast.Load) for target in targets)
 
 
 def _may_move(statement: ast.stmt, name: str, function: types.FunctionType) -> bool:
@@ -304,9 +304,9 @@ def _value_of(name: str, function: types.FunctionType) -> Any:
 # ---- what else reads -------------------------------------------------------------------------------------------------
 
 
-def _meets(places: Sequence[PythonName], function: types.FunctionType, others: Sequence[PythonName]) -> bool:
+def _meets(places: Sequence[PythonName], function: types.FunctionType, other_places: Sequence[PythonName]) -> bool:
     """Return whether log statements may write what something else in a step can reach."""
-    values, read = [each.get() for each in places], [each.get() for each in others]
+    values, read = [variable.get() for variable in places], [variable.get() for variable in other_places]
     codes = [function.__code__, *_codes_of(values)]
     names = {name for code in codes for name in names_in_code(code)}
     if not names.isdisjoint(_UNMOVABLE - {"time", "datetime"}) or any(map(_is_in_place, names)):
@@ -315,9 +315,9 @@ def _meets(places: Sequence[PythonName], function: types.FunctionType, others: S
     if not names.isdisjoint(_WRITES_FILES) and not of_others.isdisjoint(_READS_FILES):
         return True
     written = {name for code in codes for name in _written_names(code)}
-    known = {each.key for each in others}
-    shared = [(each, value) for each, value in zip(places, values, strict=True) if each.key in known]
-    if any(each.name in written or _can_change(value) for each, value in shared):
+    keys = {variable.key for variable in other_places}
+    shared = [(variable, value) for variable, value in zip(places, values, strict=True) if variable.key in keys]
+    if any(variable.name in written or _can_change(value) for variable, value in shared):
         return True
     reached, needed = _reach(values), _reach(read)
     if reached is None or needed is None:
@@ -327,20 +327,20 @@ def _meets(places: Sequence[PythonName], function: types.FunctionType, others: S
 
 def _codes_of(values: Sequence[Any]) -> Iterator[types.CodeType]:
     """Yield the code of functions inside of values, and of the methods of classes there, or of objects of them."""
-    pending, seen = list(values), set[int]()
-    while pending and len(seen) < MOST_VALUES:
+    pending, visited = list(values), set[int]()
+    while pending and len(visited) < MOST_VALUES:
         value = pending.pop()
-        if type(value) in PLAIN or id(value) in seen or isinstance(value, types.ModuleType):
+        if type(value) in PLAIN or id(value) in visited or isinstance(value, types.ModuleType):
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, types.FunctionType):
             if is_project_file(value.__code__.co_filename):
                 yield value.__code__
             pending += [vars(value)["__wrapped__"]] if "__wrapped__" in vars(value) else []
         else:
             kinds = (value if isinstance(value, type) else type(value)).__mro__
-            methods = [each for kind in kinds if is_project_file(file_of(kind)) for each in vars(kind).values()]
-            pending += [each for each in methods if isinstance(each, types.FunctionType)]
+            methods = [member for kind in kinds if is_project_file(file_of(kind)) for member in vars(kind).values()]
+            pending += [method for method in methods if isinstance(method, types.FunctionType)]
         pending += children_of(value)
 
 
@@ -356,15 +356,15 @@ def _can_change(value: Any) -> bool:
 
 def _reach(values: Sequence[Any]) -> dict[int, Any] | None:
     """Return all that can change inside of values, by id; None where that is too much to look at."""
-    pending, found, seen = list(values), dict[int, Any](), set[int]()
+    pending, mutable_values, visited = list(values), dict[int, Any](), set[int]()
     while pending:
         value = pending.pop()
-        if type(value) in PLAIN or id(value) in seen:
+        if type(value) in PLAIN or id(value) in visited:
             continue
-        seen.add(id(value))
-        if len(seen) > MOST_VALUES:
+        visited.add(id(value))
+        if len(visited) > MOST_VALUES:
             return None
         if _can_change(value):
-            found[id(value)] = value
+            mutable_values[id(value)] = value
         pending += children_of(value)
-    return found
+    return mutable_values

@@ -106,9 +106,9 @@ class PaddedForm:
 
     def find_padded(self, rows: Tensor) -> tuple[Tensor, bool]:
         """Return the padded batch of some rows, and whether it is zero beyond the lengths."""
-        found = next(((padded, is_clean) for own, padded, is_clean in self._padded if own is rows), None)
-        if found is not None:
-            return found
+        entry = next(((padded, is_clean) for packed, padded, is_clean in self._padded if packed is rows), None)
+        if entry is not None:
+            return entry
         empty = rows.new_zeros(self.samples * self.times, *rows.shape[1:])
         return empty.index_put((self.rows,), rows).unflatten(0, (self.samples, self.times)), True
 
@@ -116,8 +116,8 @@ class PaddedForm:
         """Write recurrent layers into the graph, and return what torch's operator would: rows, and the last states."""
         states = [hx] if isinstance(hx, Tensor) else list(hx)
         site = RecurrentSite(kind, len(states), len(weights), settings, self.in_order)
-        out, *last = emit_call(site, [self.find_padded(rows)[0], *states, *weights, self.lengths])
-        return (self.rows_of(out, is_clean=True), *last)
+        out, *last_states = emit_call(site, [self.find_padded(rows)[0], *states, *weights, self.lengths])
+        return (self.rows_of(out, is_clean=True), *last_states)
 
     def find_longest(self) -> Any:
         """Return the largest length: the number of times, if the batch says so, or else the number that it says."""
@@ -147,21 +147,21 @@ class _Packing:
             packed: PackedSequence = self._pack(x, lengths, batch_first, enforce_sorted)
             return packed
         padded = x if batch_first else x.transpose(0, 1)
-        own, times, rows = self._rows_within(lengths, padded)
-        form = PaddedForm(own, padded.shape[0], times, rows, enforce_sorted)
+        int_lengths, times, rows = self._rows_within(lengths, padded)
+        form = PaddedForm(int_lengths, padded.shape[0], times, rows, enforce_sorted)
         padded = resize_times(padded, times)
         return PackedSequence(form.rows_of(padded, is_clean=False), form)  # type: ignore[arg-type]
 
     def _rows_within(self, lengths: Tensor, padded: Tensor) -> tuple[Tensor, Any, Tensor]:
         """Return lengths as integers, a number of times, and the rows within: the same for all of one tensor's."""
-        for given, *known in self._rows:
-            if given is lengths:
-                return tuple(known)
-        own, times = lengths.to(torch.int64), padded.shape[1]
-        mask = torch.arange(times, device=padded.device) < own.to(padded.device)[:, None]
+        for key, *entry in self._rows:
+            if key is lengths:
+                return tuple(entry)
+        int_lengths, times = lengths.to(torch.int64), padded.shape[1]
+        mask = torch.arange(times, device=padded.device) < int_lengths.to(padded.device)[:, None]
         rows = mask.flatten().nonzero().flatten()
-        self._rows.append((lengths, own, times, rows))
-        return own, times, rows
+        self._rows.append((lengths, int_lengths, times, rows))
+        return int_lengths, times, rows
 
     def pad(
         self, packed: PackedSequence, batch_first: bool, padding_value: float, total_length: int | None
@@ -175,8 +175,8 @@ class _Packing:
             longest = form.find_longest()
             if total_length is not None and total_length < longest:
                 raise ValueError(f"total_length={total_length} is less than the longest sequence, {longest}")
-            wanted = longest if total_length is None else total_length
-            padded = resize_times(padded, wanted)
+            times = longest if total_length is None else total_length
+            padded = resize_times(padded, times)
         if padding_value != 0.0 or not is_clean:
             within = torch.arange(padded.shape[1], device=padded.device) < form.lengths.to(padded.device)[:, None]
             padded = padded.masked_fill(~within.unflatten(1, (-1, *[1] * (padded.dim() - 2))), padding_value)
@@ -216,14 +216,14 @@ def _whole_number(value: Any) -> Any:
 def packed_sequences_padded() -> Iterator[None]:
     """Context manager: during export, packed sequences stay padded batches, wherever their functions are called."""
     replaced: list[tuple[Any, Any]] = [(rnn.pack_padded_sequence, _pack_code), (rnn.pad_packed_sequence, _pad_code)]
-    own = [of.__code__ for of, _ in replaced]
+    codes = [of.__code__ for of, _ in replaced]
     _RUNNING.append(_Packing(*(types.FunctionType(of.__code__, of.__globals__) for of, _ in replaced)))
-    for of, other in replaced:
-        of.__code__ = other.__code__
+    for of, replacement in replaced:
+        of.__code__ = replacement.__code__
     try:
         with patch.object(layers, "int", _whole_number, create=True):
             yield
     finally:
-        for (of, _), code in zip(replaced, own, strict=True):
+        for (of, _), code in zip(replaced, codes, strict=True):
             of.__code__ = code
         _RUNNING.pop()

@@ -41,7 +41,7 @@ def emit_check(site: Any, tensors: list[Tensor]) -> None:
     """Write a call of ``site`` into the graph that is being exported which gives nothing, and may raise."""
     number = len(_SITES)
     _SITES[number] = site
-    torch.ops.polylane.check(number, [each.detach() if each.requires_grad else each for each in tensors])
+    torch.ops.polylane.check(number, [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors])
 
 
 def emit_call(site: Any, tensors: list[Tensor]) -> list[Tensor]:

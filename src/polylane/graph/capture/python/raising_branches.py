@@ -90,9 +90,9 @@ class BatchCheck:
         raised = self.raised
         if raised.words is None:
             return "a check of it does not hold"
-        first = len(tensors) - self.numbers
-        told = [*tensors[:first], *(each.item() for each in tensors[first:])]
-        names = {**raised.names, **dict(zip(self.tensor_names, told, strict=True))}
+        offset = len(tensors) - self.numbers
+        values = [*tensors[:offset], *(tensor.item() for tensor in tensors[offset:])]
+        names = {**raised.names, **dict(zip(self.tensor_names, values, strict=True))}
         try:
             exec(raised.words, names)
         except Exception:  # the words need a value that is not here
@@ -112,7 +112,7 @@ def hide_values(graph: fx.Graph, values: Collection[Any]) -> None:
     """
 
     def hide(value: Any) -> Any:
-        return "…" if any(value is each for each in values) else value
+        return "…" if any(value is hidden_value for hidden_value in values) else value
 
     for node in graph.nodes:
         if isinstance(node.target, BatchCheck):
@@ -151,12 +151,12 @@ def check_condition(raised: RaiseOnly, condition: Tensor, numbers: Mapping[str, 
         condition: what it asks, a tensor of one element.
         numbers: names that the words read, with the tensors that their numbers were taken out of.
     """
-    told = {
+    tensors = {
         name: value for name, value in raised.names.items() if isinstance(value, Tensor) and _has_no_gradient(value)
     }
     numbers = numbers or {}
-    check = BatchCheck(_without_tensors(raised), (*told, *numbers), len(numbers))
-    emit_check(check, [condition, *told.values(), *numbers.values()])
+    check = BatchCheck(_without_tensors(raised), (*tensors, *numbers), len(numbers))
+    emit_check(check, [condition, *tensors.values(), *numbers.values()])
     return raised.answer
 
 
@@ -178,9 +178,9 @@ def find_raise(frame: FrameType, asking: int | None = None) -> RaiseOnly | None:
     jump = None if at is None else _jump_after(steps, at)
     if jump is None or _is_caught(frame):
         return None
-    taken = "IF_TRUE" in steps[jump].opname  # the answer with which it jumps
+    jump_answer = "IF_TRUE" in steps[jump].opname  # the answer with which it jumps
     target, following = index[steps[jump].argval], jump + 1
-    ends = {taken: _find_end(steps, index, target), not taken: _find_end(steps, index, following)}
+    ends = {jump_answer: _find_end(steps, index, target), not jump_answer: _find_end(steps, index, following)}
     raising = [answer for answer, end in ends.items() if end is not None]
     if len(raising) != 1:
         return None
@@ -201,12 +201,12 @@ def _value_of(frame: FrameType, name: str) -> Any:
 
 def _without_tensors(raised: RaiseOnly) -> RaiseOnly:
     """Return the same without values of the export: tensors, and sizes that follow the batch."""
-    kept = {
+    names = {
         name: value
         for name, value in raised.names.items()
         if isinstance(value, (*_KEPT, torch.nn.Module, type)) or callable(value) or _is_plain(value)
     }
-    return RaiseOnly(raised.answer, raised.at, raised.words, raised.is_assertion, kept)
+    return RaiseOnly(raised.answer, raised.at, raised.words, raised.is_assertion, names)
 
 
 def _is_plain(value: Any) -> bool:
@@ -251,8 +251,8 @@ def is_compared_to_raise(frame: FrameType) -> bool:
     """Return whether a frame compares the number that it asks for right now, and one way from there only raises."""
     steps, index = _instructions(frame.f_code)
     at = index.get(frame.f_lasti, len(steps))
-    after = itertools.dropwhile(lambda i: steps[i].opname.startswith(_READS), range(at + 1, len(steps)))
-    compare = next(after, None)
+    positions = itertools.dropwhile(lambda i: steps[i].opname.startswith(_READS), range(at + 1, len(steps)))
+    compare = next(positions, None)
     if compare is None or steps[compare].opname != "COMPARE_OP":
         return False
     return find_raise(frame, compare + 1) is not None
@@ -263,18 +263,18 @@ _READS = ("LOAD_", "PRECALL", "CALL", "CACHE", "BINARY_OP", "EXTENDED_ARG")
 
 def _find_end(steps: list[dis.Instruction], index: Mapping[int, int], start: int) -> int | None:
     """Return the line of the first raise on the way if every path from an instruction on raises; else None."""
-    waiting, seen, line = [start], set[int](), None
+    waiting, visited, line = [start], set[int](), None
     while waiting:
         at = waiting.pop()
-        while at not in seen:
-            if at >= len(steps) or len(seen) > _MOST_STEPS:
+        while at not in visited:
+            if at >= len(steps) or len(visited) > _MOST_STEPS:
                 return None
-            seen.add(at)
+            visited.add(at)
             step = steps[at]
             name = step.opname
             if name == "RAISE_VARARGS":
-                found = None if step.positions is None else step.positions.lineno
-                line = found if line is None else line
+                raise_line = None if step.positions is None else step.positions.lineno
+                line = raise_line if line is None else line
                 break
             if name.startswith(
                 ("RETURN", "YIELD", "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "RERAISE", "FOR_ITER")
@@ -301,10 +301,10 @@ def _is_caught(frame: FrameType | None) -> bool:
 
 def _is_suppressed(frame: FrameType) -> bool:
     """Return whether a frame is inside of ``with contextlib.suppress(...)``, which is an ``except`` in other words."""
-    line, every = frame.f_lineno, _with_statements(frame.f_code.co_filename)
-    inside = [node for node in every if node.body[0].lineno <= line <= (node.end_lineno or line)]
-    managers = [item.context_expr for node in inside for item in node.items]
-    return any(isinstance(each, ast.Call) and _resolve(each.func, frame) is contextlib.suppress for each in managers)
+    line, statements = frame.f_lineno, _with_statements(frame.f_code.co_filename)
+    outer_statements = [node for node in statements if node.body[0].lineno <= line <= (node.end_lineno or line)]
+    managers = [item.context_expr for node in outer_statements for item in node.items]
+    return any(isinstance(call, ast.Call) and _resolve(call.func, frame) is contextlib.suppress for call in managers)
 
 
 def _resolve(name: ast.expr, frame: FrameType) -> Any:
@@ -337,17 +337,17 @@ def _find_words(file: str, line: int) -> tuple[CodeType | None, bool]:
                 raised = node.exc if isinstance(node, ast.Raise) else node.msg or ast.Constant("")
                 if raised is None:  # "raise" alone
                     return None, False
-                given = ast.Assign([ast.Name(_RAISED, ast.Store())], raised)
-                before = [] if isinstance(node, ast.Assert) else _names_before(block[:i])
-                whole = ast.fix_missing_locations(ast.Module([*before, given], []))
-                return compile(whole, file, "exec"), isinstance(node, ast.Assert)
+                assignment = ast.Assign([ast.Name(_RAISED, ast.Store())], raised)
+                statements = [] if isinstance(node, ast.Assert) else _names_before(block[:i])
+                module = ast.fix_missing_locations(ast.Module([*statements, assignment], []))
+                return compile(module, file, "exec"), isinstance(node, ast.Assert)
     return None, False
 
 
 def _names_before(block: Sequence[ast.stmt]) -> list[ast.stmt]:
     """Return the last statements of a block that only give names, as a message that is written before."""
-    kept = itertools.takewhile(lambda node: isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)), block[::-1])
-    return list(kept)[::-1]
+    tail = itertools.takewhile(lambda node: isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)), block[::-1])
+    return list(tail)[::-1]
 
 
 @functools.lru_cache(maxsize=64)
@@ -358,8 +358,8 @@ def _with_statements(file: str) -> list[ast.With]:
 @functools.lru_cache(maxsize=64)
 def _blocks(file: str) -> list[list[ast.stmt]]:
     """Return all blocks of statements of a file."""
-    every = [getattr(node, name, None) for node in _nodes(file) for name in ("body", "orelse", "finalbody")]
-    return [block for block in every if isinstance(block, list)]
+    bodies = [getattr(node, name, None) for node in _nodes(file) for name in ("body", "orelse", "finalbody")]
+    return [block for block in bodies if isinstance(block, list)]
 
 
 def _nodes(file: str) -> list[ast.AST]:

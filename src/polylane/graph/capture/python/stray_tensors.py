@@ -40,14 +40,14 @@ def references_replaced(module: nn.Module, replacements: Mapping[int, Tensor]) -
         PolylaneError: the attributes lead to more values than are looked into.
     """
     undo: list[Callable[[], None]] = []
-    seen = set[int]()
+    visited = set[int]()
     try:
         for inner in module.modules() if replacements else ():
             for name, value in list(vars(inner).items()):
                 if name not in _TABLES and not isinstance(value, nn.Module) and type(value) not in PLAIN:
-                    _replace_item(vars(inner), name, replacements, undo, seen)
+                    _replace_item(vars(inner), name, replacements, undo, visited)
                     # What is past a limit could be a parameter: its gradient would get lost without a word.
-                    if len(seen) > _MOST:
+                    if len(visited) > _MOST:
                         raise PolylaneError(
                             f"{type(inner).__name__}.{name} refers to more than {_MOST:,} lists, dictionaries and "
                             "objects, the most that are searched for parameters; keep such data outside of the model, "
@@ -60,45 +60,45 @@ def references_replaced(module: nn.Module, replacements: Mapping[int, Tensor]) -
 
 
 def _replace_item(
-    owner: Any, key: Any, replacements: Mapping[int, Tensor], undo: list[Callable[[], None]], seen: set[int]
+    owner: Any, key: Any, replacements: Mapping[int, Tensor], undo: list[Callable[[], None]], visited: set[int]
 ) -> None:
     value = owner[key]
-    replaced = _replace(value, replacements, undo, seen)
+    replaced = _replace(value, replacements, undo, visited)
     if replaced is not value:
         owner[key] = replaced
         undo.append(partial(owner.__setitem__, key, value))
 
 
-def _replace(value: Any, replacements: Mapping[int, Tensor], undo: list[Callable[[], None]], seen: set[int]) -> Any:
+def _replace(value: Any, replacements: Mapping[int, Tensor], undo: list[Callable[[], None]], visited: set[int]) -> Any:
     """Return what takes a value's place: lists, dictionaries and closures are changed themselves, tuples made anew."""
     if isinstance(value, Tensor):
         return replacements.get(id(value), value)
     if type(value) is tuple:
-        made = tuple(_replace(inner, replacements, undo, seen) for inner in value)
-        return made if any(a is not b for a, b in zip(made, value, strict=True)) else value
+        items = tuple(_replace(inner, replacements, undo, visited) for inner in value)
+        return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
     if type(value) is partial:
-        made = _replace(value.args, replacements, undo, seen)
-        _replace(value.keywords, replacements, undo, seen)
-        called = _replace(value.func, replacements, undo, seen)
-        return value if made is value.args and called is value.func else partial(called, *made, **value.keywords)
-    if type(value) in PLAIN or id(value) in seen or len(seen) > _MOST or not _has_values(value):
+        items = _replace(value.args, replacements, undo, visited)
+        _replace(value.keywords, replacements, undo, visited)
+        called = _replace(value.func, replacements, undo, visited)
+        return value if items is value.args and called is value.func else partial(called, *items, **value.keywords)
+    if type(value) in PLAIN or id(value) in visited or len(visited) > _MOST or not _has_values(value):
         return value
-    seen.add(id(value))
+    visited.add(id(value))
     if type(value) in (list, dict):
         for key in range(len(value)) if isinstance(value, list) else list(value):
-            _replace_item(value, key, replacements, undo, seen)
+            _replace_item(value, key, replacements, undo, visited)
     elif isinstance(value, MethodType):
-        _replace(value.__self__, replacements, undo, seen)
+        _replace(value.__self__, replacements, undo, visited)
     elif isinstance(value, FunctionType):
         for cell in value.__closure__ or ():
             if is_filled(cell):
-                _replace_cell(cell, replacements, undo, seen)
+                _replace_cell(cell, replacements, undo, visited)
         for name in names_in_code(value.__code__) & value.__globals__.keys():
             if not isinstance(value.__globals__[name], ModuleType):
-                _replace_item(value.__globals__, name, replacements, undo, seen)
+                _replace_item(value.__globals__, name, replacements, undo, visited)
     else:
         for name in list(vars(value)):
-            _replace_item(vars(value), name, replacements, undo, seen)
+            _replace_item(vars(value), name, replacements, undo, visited)
     return value
 
 
@@ -114,10 +114,10 @@ def _has_values(value: Any) -> bool:
 
 
 def _replace_cell(
-    cell: CellType, replacements: Mapping[int, Tensor], undo: list[Callable[[], None]], seen: set[int]
+    cell: CellType, replacements: Mapping[int, Tensor], undo: list[Callable[[], None]], visited: set[int]
 ) -> None:
     value = cell.cell_contents
-    replaced = _replace(value, replacements, undo, seen)
+    replaced = _replace(value, replacements, undo, visited)
     if replaced is not value:
         cell.cell_contents = replaced
         undo.append(partial(setattr, cell, "cell_contents", value))

@@ -28,7 +28,7 @@ class UsersFrames:
         while frame is not None and (file := frame.f_code.co_filename) != self._outermost:
             if is_users(file):
                 frames.append(traceback.FrameSummary(file, frame.f_lineno, frame.f_code.co_name, lookup_line=False))
-            elif place := name_checkpoint(frame):
-                frames.append(traceback.FrameSummary(place, 1, "checkpoint", lookup_line=False))
+            elif label := name_checkpoint(frame):
+                frames.append(traceback.FrameSummary(label, 1, "checkpoint", lookup_line=False))
             frame = frame.f_back
         return traceback.StackSummary.from_list(frames[::-1])

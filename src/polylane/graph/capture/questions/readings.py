@@ -97,33 +97,33 @@ class Reading:
         if draws is None and self.is_drawn:
             return self.answer
         copied = any(step.written for step in self.steps)
-        found: dict[int, Tensor] = {}
+        slots: dict[int, Tensor] = {}
         for number, leaf in self.leaves.items():
-            found[number] = leaves[leaf].detach().clone() if copied else leaves[leaf].detach()
+            slots[number] = leaves[leaf].detach().clone() if copied else leaves[leaf].detach()
         with torch.no_grad():
             for step in self.steps:
-                made = step.function(draws) if isinstance(step.function, AskedDraw) else _call(step, found)
-                results = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
-                found |= zip(step.results, results, strict=False)
-            asked = (
-                _read_size(self.question, found) if isinstance(self.question, SizeRead) else _call(self.question, found)
+                output = step.function(draws) if isinstance(step.function, AskedDraw) else _call(step, slots)
+                results = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
+                slots |= zip(step.results, results, strict=False)
+            answer = (
+                _read_size(self.question, slots) if isinstance(self.question, SizeRead) else _call(self.question, slots)
             )
-        return type(self.answer)(asked)
+        return type(self.answer)(answer)
 
 
-def _call(step: ReadingStep, found: Mapping[int, Tensor]) -> Any:
-    args, kwargs = tree_map(lambda each: _value_of(each, found), step.arguments)
+def _call(step: ReadingStep, slots: Mapping[int, Tensor]) -> Any:
+    args, kwargs = tree_map(lambda argument: _value_of(argument, slots), step.arguments)
     return step.function(*args, **kwargs)
 
 
-def _value_of(argument: Any, found: Mapping[int, Tensor]) -> Any:
+def _value_of(argument: Any, slots: Mapping[int, Tensor]) -> Any:
     if isinstance(argument, Slot):
-        return found[argument.number]
-    return _read_size(argument, found) if isinstance(argument, SizeRead) else argument
+        return slots[argument.number]
+    return _read_size(argument, slots) if isinstance(argument, SizeRead) else argument
 
 
-def _read_size(size: SizeRead, found: Mapping[int, Tensor]) -> Any:
-    return size.function(*(found[number].shape[dim] for number, dim in size.places))
+def _read_size(size: SizeRead, slots: Mapping[int, Tensor]) -> Any:
+    return size.function(*(slots[number].shape[dim] for number, dim in size.places))
 
 
 def ask_batches(readings: Sequence[Reading]) -> bool:
@@ -133,17 +133,17 @@ def ask_batches(readings: Sequence[Reading]) -> bool:
 
 def refuse_part(readings: Sequence[Reading]) -> PolylaneError:
     """Return the error of a worker that has only some of a batch's samples, where the loss asks about all of them."""
-    where = next((f" ({reading.source})" for reading in readings if reading.source), "")
+    source = next((f" ({reading.source})" for reading in readings if reading.source), "")
     return PolylaneError(
-        f"the loss asks about the values of the whole batch{where}, and this worker has loaded only its own samples: "
+        f"the loss asks about the values of the whole batch{source}, and this worker has loaded only its own samples: "
         "give step() the whole batch, the same on every worker"
     )
 
 
-def answer_alike(readings: Sequence[Reading], one: Sequence[Any], other: Sequence[Any]) -> bool:
+def answer_alike(readings: Sequence[Reading], batch: Sequence[Any], other_batch: Sequence[Any]) -> bool:
     """Return whether two batches give equal answers to all questions, those of a graph or others."""
     try:
-        return all(reading.ask(one) == reading.ask(other) for reading in readings)
+        return all(reading.ask(batch) == reading.ask(other_batch) for reading in readings)
     except Exception:  # what leads to a question does not work on such a batch
         return False
 

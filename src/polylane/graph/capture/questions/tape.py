@@ -104,13 +104,13 @@ class BatchTape:
         """Return whether a tensor under export may have the sizes of a value; sizes that the data decide may."""
         if stand_in.dim() != value.dim():
             return False
-        for own, number in zip(stand_in.shape, value.shape, strict=True):
-            if isinstance(own, torch.SymInt):
-                expr = _expression(own)
+        for size, number in zip(stand_in.shape, value.shape, strict=True):
+            if isinstance(size, torch.SymInt):
+                expr = _expression(size)
                 fresh = expr.free_symbols - self._numbers.keys()
-                if not (fresh and expr.is_Symbol) and self.number_of(own) != number:
+                if not (fresh and expr.is_Symbol) and self.number_of(size) != number:
                     return False
-            elif own != number:
+            elif size != number:
                 return False
         return True
 
@@ -129,7 +129,7 @@ class BatchTape:
             return
         slots = tuple(self._add(value) for _, value in results)
         self._steps.append(
-            ReadingStep(function, self._encode(arguments), slots, tuple(self._slots[id(each)] for each in written))
+            ReadingStep(function, self._encode(arguments), slots, tuple(self._slots[id(value)] for value in written))
         )
         for (stand_in, value), slot in zip(results, slots, strict=True):
             self._learn_sizes(stand_in, value, slot)
@@ -196,20 +196,20 @@ class BatchTape:
         steps, leaves = self._find_steps(question)
         reading = Reading(leaves, steps, question, answer, _find_line())
         # A condition on a size is looked at many times, and is one question.
-        if not (isinstance(question, SizeRead) and any(each.question == question for each in self.readings)):
+        if not (isinstance(question, SizeRead) and any(entry.question == question for entry in self.readings)):
             self.readings.append(reading)
 
     def _find_steps(self, question: ReadingStep | SizeRead) -> tuple[tuple[ReadingStep, ...], dict[int, int]]:
         """Return the calls that lead to a question, in order, and the leaves of the batch that they read."""
         needed = {self._storage(slot) for slot in _slots_of(question)}
-        kept = list[ReadingStep]()
+        steps = list[ReadingStep]()
         for step in reversed(self._steps):
             reads = {self._storage(slot) for slot in _slots_of(step)}
             if {self._storage(slot) for slot in (*step.results, *step.written)} & needed:
-                kept.append(step)
+                steps.append(step)
                 needed |= reads
-        read = {slot for step in (*kept, question) for slot in _slots_of(step)}
-        return tuple(reversed(kept)), {slot: leaf for slot, leaf in self._leaves.items() if slot in read}
+        read = {slot for step in (*steps, question) for slot in _slots_of(step)}
+        return tuple(reversed(steps)), {slot: leaf for slot, leaf in self._leaves.items() if slot in read}
 
     def _storage(self, slot: int) -> int:
         """Return what identifies the memory of a tensor: a view and what it is a view of have one."""

@@ -148,11 +148,11 @@ class ErrorFeedback:
 
     def collect_state(self, objective: str, holding: LocalModel, replica: int) -> WorkerState:
         """Return the residuals for a checkpoint; arguments as of :meth:`GradientCompressor.collect_state`."""
-        found = WorkerState()
+        state = WorkerState()
         for name, residual in self.residuals.items():
             region = parameter_region(holding, name, residual)
-            found.add(f"residual/{objective}/{name}@{replica}", region, residual)
-        return found
+            state.add(f"residual/{objective}/{name}@{replica}", region, residual)
+        return state
 
     def restore_state(self, objective: str, holding: LocalModel, replica: int, saved: SavedState) -> None:
         """Take the residuals of a checkpoint: of as many replicas each its own, else the first the sum of all."""

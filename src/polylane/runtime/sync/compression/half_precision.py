@@ -113,14 +113,14 @@ def _scaling_power(numbers: Tensor) -> Tensor:
         return numbers.new_zeros(1, dtype=torch.int32)
     finite = torch.nan_to_num(numbers, nan=0.0, posinf=0.0, neginf=0.0)
     exponent = torch.frexp(torch.linalg.vector_norm(finite, torch.inf)).exponent.view(1)
-    most = _EXPONENT[numbers.dtype][2] - 1  # largest exponent whose power and reciprocal are both normal numbers
-    return (15 - exponent).clamp(-most, most)
+    limit = _EXPONENT[numbers.dtype][2] - 1  # largest exponent whose power and reciprocal are both normal numbers
+    return (15 - exponent).clamp(-limit, limit)
 
 
 def _power_of_two(power: Tensor, dtype: torch.dtype) -> Tensor:
     """Return exact powers of two, built from their bits: pow() may round."""
-    whole, start, bias = _EXPONENT[dtype]
-    return ((power.to(whole) + bias) << start).view(dtype)
+    integer_dtype, start, bias = _EXPONENT[dtype]
+    return ((power.to(integer_dtype) + bias) << start).view(dtype)
 
 
 class _PendingAllGather(PendingReduction):
@@ -155,8 +155,8 @@ class _PendingTwoStepSum(PendingReduction):
         # Equal parts, one for each rank to sum; the last one is padded. Flags are sent in the second round only.
         ranks, none = len(shares.ranks), shares.flags[:0]
         self._part = part = -(-len(vector) // ranks)
-        rest = part * ranks - len(vector)
-        pieces = (F.pad(vector, (0, rest)) if rest else vector).view(ranks, part)
+        padding = part * ranks - len(vector)
+        pieces = (F.pad(vector, (0, padding)) if padding else vector).view(ranks, part)
         messages = [form.pack(piece, none) for piece in pieces]
         self._parts = transport.all_to_all(messages, [messages[0].shape] * ranks, shares.ranks)
 
@@ -170,8 +170,8 @@ class _PendingTwoStepSum(PendingReduction):
         messages = self._sums.wait().view(len(self._bucket_gradients.ranks), -1).unbind()
         for i, message in enumerate(messages):
             # Also this rank's own part is read from its rounded message: exact sums would differ from other ranks'.
-            own = self._vector[i * self._part : (i + 1) * self._part]
-            self._wire_format.add_messages([message], own)
+            section = self._vector[i * self._part : (i + 1) * self._part]
+            self._wire_format.add_messages([message], section)
         return _unpack_sums(
             self._bucket_gradients,
             self._vector,

@@ -79,13 +79,13 @@ class PowerSGDCompressor(compressor.GradientCompressor):
     def directions_of(self, name: str, like: Tensor) -> Tensor:
         """Return Q^T of a parameter (r x m): that of the last step, or a random one."""
         columns = like[0].numel()
-        found = self._directions.get(name)
-        if found is None:
+        directions = self._directions.get(name)
+        if directions is None:
             # From the name, not from a running generator: equal on all ranks without communication. crc32, because
             # Python's own hash of strings differs between processes.
             random = torch.Generator().manual_seed(zlib.crc32(f"0 {name}".encode()))
-            found = torch.randn(self.rank, columns, generator=random, dtype=torch.float64)
-        return found.to(like.device, compressor.sum_dtype(like.dtype))
+            directions = torch.randn(self.rank, columns, generator=random, dtype=torch.float64)
+        return directions.to(like.device, compressor.sum_dtype(like.dtype))
 
     def keep_directions(self, name: str, directions: Tensor) -> None:
         """Store Q^T for the next step; if it is not finite, drop the parameter's state so that it starts anew."""
@@ -96,11 +96,11 @@ class PowerSGDCompressor(compressor.GradientCompressor):
             self.error_feedback.residuals.pop(name, None)
 
     def collect_state(self, objective: str, holding: LocalModel, replica: int) -> WorkerState:
-        found = self.error_feedback.collect_state(objective, holding, replica)
-        found.plain[f"powersgd/{objective}"] = self._steps
+        state = self.error_feedback.collect_state(objective, holding, replica)
+        state.plain[f"powersgd/{objective}"] = self._steps
         for name, directions in self._directions.items():
-            found.add(self._name_of(objective, name, holding), whole_region(directions.shape), directions)
-        return found
+            state.add(self._name_of(objective, name, holding), whole_region(directions.shape), directions)
+        return state
 
     def restore_state(self, objective: str, holding: LocalModel, replica: int, saved: SavedState) -> None:
         self.error_feedback.restore_state(objective, holding, replica, saved)
@@ -171,14 +171,14 @@ class _PendingPowerSGD(compressor.PendingReduction):
         self._pending: PendingTransfer = transport.all_reduce(vector, shares.ranks)
 
     def _begin_matrix(self, name: str, gradient: Tensor) -> _CompressedMatrix:
-        whole = self._compressor.error_feedback.add_gradient(name, gradient).view(gradient.shape[0], -1)
+        error_matrix = self._compressor.error_feedback.add_gradient(name, gradient).view(gradient.shape[0], -1)
         right = self._compressor.directions_of(name, gradient)
-        return _CompressedMatrix(name, gradient, whole, right @ whole.T, right)
+        return _CompressedMatrix(name, gradient, error_matrix, right @ error_matrix.T, right)
 
     def start_next_round(self) -> None:
         lefts = [matrix.left.shape for matrix in self._matrices.values()]
-        rest = [gradient.shape for gradient in self._uncompressed.values()]
-        summed = split_views(self._pending.wait(), [*lefts, *rest, self._bucket_gradients.flags.shape])
+        uncompressed_shapes = [gradient.shape for gradient in self._uncompressed.values()]
+        summed = split_views(self._pending.wait(), [*lefts, *uncompressed_shapes, self._bucket_gradients.flags.shape])
         self._dropped = self._bucket_gradients.names_without_gradient(summed[-1])
         for name, total in zip(self._uncompressed, summed[len(lefts) : -1], strict=True):
             self._uncompressed[name] = total.to(self._bucket_gradients.flags.dtype)
@@ -195,9 +195,9 @@ class _PendingPowerSGD(compressor.PendingReduction):
 
     def wait(self) -> compressor.ReducedBucket:
         summed = split_views(self._pending.wait(), [matrix.right.shape for matrix in self._matrices.values()])
-        found = dict(self._uncompressed)
+        gradients = dict(self._uncompressed)
         for matrix, total in zip(self._matrices.values(), summed, strict=True):
             matrix.right = total
             self._compressor.keep_directions(matrix.name, total)
-            found[matrix.name] = matrix.reconstruct_gradient()
-        return compressor.ReducedBucket(tuple(found[name] for name in self._bucket_gradients.names), self._dropped)
+            gradients[matrix.name] = matrix.reconstruct_gradient()
+        return compressor.ReducedBucket(tuple(gradients[name] for name in self._bucket_gradients.names), self._dropped)

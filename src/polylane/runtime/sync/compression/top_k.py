@@ -154,8 +154,8 @@ class _PendingTopK(compressor.PendingReduction):
         total = torch.zeros(sum(map(prod, shapes)), dtype=compressor.sum_dtype(flags.dtype), device=flags.device)
         numbers, places = self._unpack_messages(len(total))
         count = places.shape[1]
-        for own, where in zip(numbers, places, strict=True):  # in the order of ranks: the same bits everywhere
-            total.index_add_(0, where, own[:count].to(total.dtype))
+        for row, positions in zip(numbers, places, strict=True):  # in the order of ranks: the same bits everywhere
+            total.index_add_(0, positions, row[:count].to(total.dtype))
         dropped = self.bucket_gradients.names_without_gradient(numbers[:, count:].sum(0))
         for name, pick in zip(self.bucket_gradients.names, self.selected, strict=True):
             if name in dropped:  # the optimizer skips it: its entries must not be lost
@@ -165,9 +165,9 @@ class _PendingTopK(compressor.PendingReduction):
     def _unpack_messages(self, elements: int) -> tuple[Tensor, Tensor]:
         """Return (values then flags, positions) of all ranks: a row for each rank."""
         ranks, flags = len(self.bucket_gradients.ranks), self.bucket_gradients.flags
-        dtype, where = flags.dtype, _index_dtype(elements)
+        dtype, index_dtype = flags.dtype, _index_dtype(elements)
         count = sum(len(pick.positions) for pick in self.selected)
         end = (count + len(flags)) * dtype.itemsize
-        messages = self.pending.wait().view(ranks, end + count * where.itemsize)
-        numbers, places = messages[:, :end].reshape(-1).view(dtype), messages[:, end:].reshape(-1).view(where)
+        messages = self.pending.wait().view(ranks, end + count * index_dtype.itemsize)
+        numbers, places = messages[:, :end].reshape(-1).view(dtype), messages[:, end:].reshape(-1).view(index_dtype)
         return numbers.view(ranks, count + len(flags)), places.view(ranks, count)

@@ -60,7 +60,9 @@ class ParameterServerSync(GradientSync):
         self._trainers, self._objective_names = trainers, list(trainers)
         self._parameters = {name: p for trainer in trainers.values() for name, p in trainer.local_parameters.items()}
         # What is frozen from the start is on no server: workers have it, and nobody changes it.
-        self._server_parameters = frozenset(name for each in trainers for name in holding.prepared.trained_names(each))
+        self._server_parameters = frozenset(
+            name for objective in trainers for name in holding.prepared.trained_names(objective)
+        )
         self._buffers = averaged_buffers(holding)
         self._versions = dict.fromkeys(host.channels, 0)
         self._updates_seen = dict.fromkeys(trainers, 0)
@@ -78,13 +80,13 @@ class ParameterServerSync(GradientSync):
         """Send the servers their initial weights: those of replica 0, which are equal on all replicas."""
         for trainer in self._trainers.values():
             if trainer.scheduler is not None:  # torch warns if a scheduler steps before its optimizer ever did
-                for each in optimizers_in(trainer.optimizer):
-                    each._opt_called = True  # type: ignore[attr-defined]
-        mine = [(t, line) for t, line in self._host.channels.values() if t.replica == 0]
+                for optimizer in optimizers_in(trainer.optimizer):
+                    optimizer._opt_called = True  # type: ignore[attr-defined]
+        channels = [(t, line) for t, line in self._host.channels.values() if t.replica == 0]
         with self.blame_local_server():
-            for trade, line in mine:
+            for trade, line in channels:
                 line.put(MessageHead(MessageKind.WEIGHTS), trade.full_packings[0].pack(self._parameters, CPU))
-            for _, line in mine:
+            for _, line in channels:
                 line.get(lambda head: ())
         # Other replicas push gradients only once the servers have weights.
         self._transport.barrier()
@@ -116,15 +118,15 @@ class ParameterServerSync(GradientSync):
 
     def after_step(self, objective: str, samples: Sequence[int]) -> None:
         if samples:
-            self._samples_seen = [seen + more for seen, more in zip(self._samples_seen, samples, strict=True)]
+            self._samples_seen = [total + count for total, count in zip(self._samples_seen, samples, strict=True)]
 
     def _send_gradients(
         self, server: int, trade: ServerShard, line: Channel, kind: MessageKind, objective: str, options: bytes
     ) -> None:
         rows, flags, packing = list[Tensor](), b"", trade.gradient_packings[objective]
         if kind is MessageKind.GRADIENTS:
-            found = {name: self._parameters[name].grad for name in packing.names}
-            gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
+            all_gradients = {name: self._parameters[name].grad for name in packing.names}
+            gradients = {name: gradient for name, gradient in all_gradients.items() if gradient is not None}
             rows, flags = packing.pack(gradients, CPU), bytes(name in gradients for name in packing.names)
             self._waits.bytes += packing.nbytes
             if options:
@@ -155,8 +157,8 @@ class ParameterServerSync(GradientSync):
 
     def _changed_options(self, objective: str, optimizer: torch.optim.Optimizer) -> bytes:
         """Return the optimizer's encoded options if the user changed them since the last step; else no bytes."""
-        now = encode_options(optimizer)
-        return b"" if now == self._sent_options[objective] else now
+        options = encode_options(optimizer)
+        return b"" if options == self._sent_options[objective] else options
 
     def _follow_scheduler(self, objective: str, trainer: ObjectiveUpdate, updates: int, sent: bool) -> None:
         """Step this worker's scheduler as often as the servers' one, so that its learning rates are theirs.
@@ -188,9 +190,9 @@ class ParameterServerSync(GradientSync):
             for trade, line in lines:
                 packing = trade.weight_packings[objective]
                 head, rows = line.get(lambda head, sizes=packing.sizes: sizes)  # type: ignore[misc]
-                found = packing.unpack(rows, next(iter(self._parameters.values())).device)
+                gradients = packing.unpack(rows, next(iter(self._parameters.values())).device)
                 for name, flag in zip(packing.names, head.flags, strict=False):
-                    self._parameters[name].grad = found[name] if flag else None
+                    self._parameters[name].grad = gradients[name] if flag else None
 
     def stepping_optimizers(self) -> list[LocalOptimizer]:
         return self._host.stepping_optimizers()
@@ -229,14 +231,14 @@ class ParameterServerSync(GradientSync):
         return self._server_parameters
 
     def collect_state(self, replica: int) -> WorkerState:
-        found = self._host.collect_state()
-        found.plain[f"server_client/{replica}"] = self._samples_seen
-        return found
+        state = self._host.collect_state()
+        state.plain[f"server_client/{replica}"] = self._samples_seen
+        return state
 
     def restore_state(self, saved: SavedState, replica: int) -> None:
         self._host.restore_state(saved)
-        seen = saved.plain.get(f"server_client/{replica}", [])
-        self._samples_seen = list(seen) if len(seen) == len(self._members) else [0] * len(self._members)
+        counts = saved.plain.get(f"server_client/{replica}", [])
+        self._samples_seen = list(counts) if len(counts) == len(self._members) else [0] * len(self._members)
         # The servers have the options of the checkpoint as well: there is nothing to send.
         self._sent_options = {name: encode_options(t.optimizer) for name, t in self._trainers.items()}
 

@@ -100,7 +100,7 @@ class ServerHost:
             pending.wait()
         content = torch.frombuffer(bytearray(encode((call, value))), dtype=torch.uint8)
         length = torch.tensor([content.numel()])
-        self.results = [self.transport.send(each, rank) for rank in self.dedicated for each in (length, content)]
+        self.results = [self.transport.send(tensor, rank) for rank in self.dedicated for tensor in (length, content)]
 
     def receive_result(self) -> tuple[CollectiveCall, Any]:
         """On a dedicated server: wait for the next collective call of the training workers, and its result.
@@ -123,18 +123,18 @@ class ServerHost:
 
     def gather_updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:
         """Return the update log of every server, by its number; a collective of all processes."""
-        own = {server.number: list(server.log) for server in self.servers}
-        every: dict[int, list[ServerUpdate]] = {}
-        for others in self.transport.all_gather_object(own):
-            every |= others
-        return tuple(tuple(every[number]) for number in sorted(every))
+        local_logs = {server.number: list(server.log) for server in self.servers}
+        logs: dict[int, list[ServerUpdate]] = {}
+        for host_logs in self.transport.all_gather_object(local_logs):
+            logs |= host_logs
+        return tuple(tuple(logs[number]) for number in sorted(logs))
 
     def collect_state(self) -> WorkerState:
         """Return the weights and optimizers of this process's servers, for a checkpoint."""
-        found = WorkerState()
+        state = WorkerState()
         for server in self.servers:
-            found.extend(server.collect_state())
-        return found
+            state.extend(server.collect_state())
+        return state
 
     def restore_state(self, saved: SavedState) -> None:
         """Make the state of this process's servers that of a checkpoint."""
@@ -170,31 +170,31 @@ def open_server_host(world: World, prepared: CompiledTraining, clip_norm: float 
     world.connect()
     group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
     world.authenticate_group(group)
-    every = World(world.rank, world.size, world.local_rank, device, "gloo" if world.size > 1 else None, group=group)
+    cpu_world = World(world.rank, world.size, world.local_rank, device, "gloo" if world.size > 1 else None, group=group)
     dedicated = range(plan.workers, world.size)
-    transport = c10d.C10dTransport(every, [(0, rank) for rank in dedicated])
-    host = ServerHost(every, transport, dedicated, clock.measure_clock_offset(transport) if world.size > 1 else 0.0)
+    transport = c10d.C10dTransport(cpu_world, [(0, rank) for rank in dedicated])
+    host = ServerHost(cpu_world, transport, dedicated, clock.measure_clock_offset(transport) if world.size > 1 else 0.0)
     host.progress = world.progress
     model = dict(named_parameters(prepared.model, prepared.losses))
-    fellows = _open_server_channels(every, [server_rank(plan, q) for q in range(plan.sync.server_count)], host)
+    fellows = _open_server_channels(cpu_world, [server_rank(plan, q) for q in range(plan.sync.server_count)], host)
     # Every process goes through all servers in the same order: opening a transport is a collective.
     for number, share in enumerate(assign_parameters(prepared.partitions, plan)):
-        own, at = plan_server_shards(prepared, share, model), server_rank(plan, number)
+        shards, at = plan_server_shards(prepared, share, model), server_rank(plan, number)
         # Transports over one gloo group differ by their tags: 0 for collective calls, 2 + number for a server's
         # channels, tags from 2 + servers on between servers.
-        pairs = [(trade.rank, at, trade.max_flags) for trade in own]
-        opened = _open_channels(every, pairs, (FROM_SERVER, TO_SERVER), 2 + number, host)
-        ends = {trade.rank: pair for trade, pair in zip(own, opened, strict=True)}
-        for trade in own:
+        pairs = [(trade.rank, at, trade.max_flags) for trade in shards]
+        opened = _open_channels(cpu_world, pairs, (FROM_SERVER, TO_SERVER), 2 + number, host)
+        ends = {trade.rank: pair for trade, pair in zip(shards, opened, strict=True)}
+        for trade in shards:
             if trade.rank == world.rank:
                 host.channels[number] = trade, ends[trade.rank][0]
         if at == world.rank:
-            clients = {trade.rank: ServedWorker(trade, ends[trade.rank][1]) for trade in own}
+            clients = {trade.rank: ServedWorker(trade, ends[trade.rank][1]) for trade in shards}
             # Asynchronous updates are of single replicas, whose workers clip their gradients themselves.
             begin = partial(build_weights, prepared, clip_norm if plan.sync.staleness == 0 else None, world.device)
-            names, mine = list(prepared.objectives), fellows.get(number, ())
+            names, server_channels = list(prepared.objectives), fellows.get(number, ())
             host.servers.append(
-                ParameterServer(number, at, clients, names, plan.sync.staleness, begin, world.device, mine)
+                ParameterServer(number, at, clients, names, plan.sync.staleness, begin, world.device, server_channels)
             )
     for server in host.servers:
         server.start()
@@ -215,18 +215,18 @@ def _open_channels(
         tag: tag of the transport that carries the channels, which is added to the host's.
         host: the parameter-server host of this process.
     """
-    remote = [(one, other) for one, other, _ in pairs if one != other]
-    remote += [(other, one) for one, other in remote]
+    remote = [(rank, peer) for rank, peer, _ in pairs if rank != peer]
+    remote += [(peer, rank) for rank, peer in remote]
     transport, lock = c10d.C10dTransport(world, remote, tag=tag), threading.Lock()
     host.transports.append(transport)
-    found = list[tuple[Channel, Channel]]()
-    for first, second, flags in pairs:
-        if first == second:
-            found.append(open_local_channel(first, *waits))
+    channels = list[tuple[Channel, Channel]]()
+    for first_rank, second, flags in pairs:
+        if first_rank == second:
+            channels.append(open_local_channel(first_rank, *waits))
         else:
-            one = RemoteChannel(transport, lock, second, flags, waits[0])
-            found.append((one, RemoteChannel(transport, lock, first, flags, waits[1])))
-    return found
+            channel = RemoteChannel(transport, lock, second, flags, waits[0])
+            channels.append((channel, RemoteChannel(transport, lock, first_rank, flags, waits[1])))
+    return channels
 
 
 def _open_server_channels(world: World, hosts: Sequence[int], host: ServerHost) -> dict[int, list[Channel]]:
@@ -237,10 +237,10 @@ def _open_server_channels(world: World, hosts: Sequence[int], host: ServerHost) 
         hosts: rank of the process of each server, by the server's number.
         host: the parameter-server host of this process.
     """
-    found: dict[int, list[Channel]] = {}
-    for other in range(1, len(hosts)):
-        pair = (hosts[0], hosts[other], 0)
-        ((mine, theirs),) = _open_channels(world, [pair], (BETWEEN, BETWEEN), 1 + len(hosts) + other, host)
-        found.setdefault(0, []).append(mine)
-        found[other] = [theirs]
-    return found
+    channels: dict[int, list[Channel]] = {}
+    for number in range(1, len(hosts)):
+        pair = (hosts[0], hosts[number], 0)
+        ((first_end, other_end),) = _open_channels(world, [pair], (BETWEEN, BETWEEN), 1 + len(hosts) + number, host)
+        channels.setdefault(0, []).append(first_end)
+        channels[number] = [other_end]
+    return channels

@@ -112,7 +112,9 @@ class RemoteChannel:
             pending.wait()
         with self._lock:
             self._pending_sends = [
-                self._transport.send(each, self._peer) for each in (head.to_tensor(self._flags), *rows) if each.numel()
+                self._transport.send(tensor, self._peer)
+                for tensor in (head.to_tensor(self._flags), *rows)
+                if tensor.numel()
             ]
 
     def get(self, sizes: Callable[[MessageHead], Sizes]) -> Message:
@@ -132,7 +134,7 @@ class RemoteChannel:
     def _receive_rows(self, sizes: Sizes) -> list[Tensor]:
         with self._lock:
             pending = [self._transport.receive((numel,), dtype, self._peer) for numel, dtype in sizes]
-        return [each.wait() for each in pending]
+        return [transfer.wait() for transfer in pending]
 
 
 class LocalChannel:
@@ -162,16 +164,16 @@ class LocalChannel:
 Channel = RemoteChannel | LocalChannel
 
 
-def open_local_channel(rank: int, there: str, back: str) -> tuple[LocalChannel, LocalChannel]:
+def open_local_channel(rank: int, forward: str, back: str) -> tuple[LocalChannel, LocalChannel]:
     """Return both ends of a channel inside a process.
 
     Args:
         rank: rank of the process, for errors.
-        there: what the first end waits for, in words.
+        forward: what the first end waits for, in words.
         back: what the second end waits for, in words.
     """
     to, fro = queue.SimpleQueue[Message](), queue.SimpleQueue[Message]()
-    return LocalChannel(to, fro, rank, there), LocalChannel(fro, to, rank, back)
+    return LocalChannel(to, fro, rank, forward), LocalChannel(fro, to, rank, back)
 
 
 def _raise_if_failed(head: MessageHead, peer: int, doing: str) -> None:

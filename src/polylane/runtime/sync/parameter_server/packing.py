@@ -66,18 +66,18 @@ def plan_server_shards(
     plan, holders = prepared.plan, prepared.owning_stages
     trained = {name: set(prepared.trained_names(name)) & set(share) for name in prepared.graphs}
     order = [name for name in parameters if name in share]
-    found = []
+    shards = []
     for rank in range(plan.workers):
         stage, replica = plan.stage_and_replica(rank)
         pieces = ShardSpec(prepared, rank)
         # Both ends build these packings from the same plan: no names or shapes are sent.
-        held = {n: PackedTensor(n, pieces.local_shape(n), parameters[n].dtype) for n in order if stage in holders[n]}
-        speaks = list(filter(pieces.speaks_for, held))
-        if not held:
+        tensors = {n: PackedTensor(n, pieces.local_shape(n), parameters[n].dtype) for n in order if stage in holders[n]}
+        speaks = list(filter(pieces.speaks_for, tensors))
+        if not tensors:
             continue
-        gives = {o: FlatPacking(held[n] for n in speaks if n in names) for o, names in trained.items()}
-        gets = {o: FlatPacking(held[n] for n in held if n in names) for o, names in trained.items()}
-        every = FlatPacking(held[n] for n in speaks), FlatPacking(held.values())
-        place = stage, *plan.coordinates(rank).values()
-        found.append(ServerShard(rank, replica, place, pieces, gives, gets, every))
-    return tuple(found)
+        gives = {o: FlatPacking(tensors[n] for n in speaks if n in names) for o, names in trained.items()}
+        gets = {o: FlatPacking(tensors[n] for n in tensors if n in names) for o, names in trained.items()}
+        full_packings = FlatPacking(tensors[n] for n in speaks), FlatPacking(tensors.values())
+        shard_key = stage, *plan.coordinates(rank).values()
+        shards.append(ServerShard(rank, replica, shard_key, pieces, gives, gets, full_packings))
+    return tuple(shards)

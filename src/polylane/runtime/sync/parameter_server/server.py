@@ -89,8 +89,8 @@ class GradientSum:
     def _add_to_sum(self, parts: Mapping[str, Tensor], pieces: ShardSpec) -> None:
         for name, part in parts.items():
             # Shards are padded with zeros to full shapes: the sum over a replica's workers joins them.
-            whole = pieces.pad_to_full(name, part) if pieces.is_sharded(name) else part
-            self.gradients[name] = self.gradients[name].add_(whole) if name in self.gradients else whole
+            gradient = pieces.pad_to_full(name, part) if pieces.is_sharded(name) else part
+            self.gradients[name] = self.gradients[name].add_(gradient) if name in self.gradients else gradient
 
     def take_sums(self) -> dict[str, Tensor]:
         """Return the sums of the parameters for which any worker had a gradient, by name."""
@@ -194,16 +194,16 @@ class ParameterServer:
         # A star: server 0 adds up and returns the sum, so that all servers clip by the same bits.
         if not self._other_servers:
             return vector
-        head, own = MessageHead(MessageKind.SUM), vector.cpu()
+        head, total = MessageHead(MessageKind.SUM), vector.cpu()
         sizes: Sizes = [(vector.numel(), vector.dtype)]
         if self.number:
-            self._other_servers[0].put(head, [own])
+            self._other_servers[0].put(head, [total])
             return self._other_servers[0].get(lambda head: sizes)[1][0].to(vector.device)
         for line in self._other_servers:
-            own = own + line.get(lambda head: sizes)[1][0]
+            total = total + line.get(lambda head: sizes)[1][0]
         for line in self._other_servers:
-            line.put(head, [own])
-        return own.to(vector.device)
+            line.put(head, [total])
+        return total.to(vector.device)
 
     # ---- one worker's thread -----------------------------------------------------------------------------------------
 
@@ -275,14 +275,14 @@ class ParameterServer:
         if head.option_bytes:
             load_options(self.weights.objectives[name].optimizer, rows[-1].numpy().tobytes())
         # Synchronous: one update of the gradients of all replicas. Asynchronous: one of each replica's.
-        together = self._staleness == 0
-        key = ALL if together else trade.replica
+        is_synchronous = self._staleness == 0
+        key = ALL if is_synchronous else trade.replica
         if not self._add_part(trade, key, head, parts, had):
             return
         gradients, start, self._answer_bytes = self._gradient_sums.pop(key).take_sums(), time.perf_counter(), 0
         if head.kind is MessageKind.GRADIENTS:
             self._apply_update(key, head, gradients)
-        for replica in self._replica_ranks if together else (trade.replica,):
+        for replica in self._replica_ranks if is_synchronous else (trade.replica,):
             self._last_staleness[replica] = (
                 self._version - 1 - head.version if head.kind is MessageKind.GRADIENTS else 0
             )
@@ -291,8 +291,8 @@ class ParameterServer:
         self._answer_ready()
         if head.kind is MessageKind.GRADIENTS:
             # An update belongs to all stages of the program: the span shows its time and the bytes of its answers.
-            done = action.Action(action.ActionKind.STEP, 0)
-            self.spans.append(Span(self._rank, done, start, time.perf_counter(), bytes=self._answer_bytes))
+            step_action = action.Action(action.ActionKind.STEP, 0)
+            self.spans.append(Span(self._rank, step_action, start, time.perf_counter(), bytes=self._answer_bytes))
 
     def _add_part(
         self,
@@ -356,22 +356,22 @@ class ParameterServer:
         packing = trade.weights_of(objectives)
         return packing.pack(_take_parts(self.weights.parameters, packing, trade), CPU)
 
-    def _send_answer(self, rank: int, asked: MessageHead, objectives: Sequence[str], rows: Sequence[Tensor]) -> None:
+    def _send_answer(self, rank: int, head: MessageHead, objectives: Sequence[str], rows: Sequence[Tensor]) -> None:
         client = self._clients[rank]
         self._answer_bytes += sum(row.nbytes for row in rows)
         bits = sum(1 << number for number, name in enumerate(self._objectives) if name in objectives)
-        name = self._objectives[asked.objective]
+        name = self._objectives[head.objective]
         updates = self.weights.objectives[name].updates
         stale = self._last_staleness[client.server_shard.replica]
         client.channel.put(
-            MessageHead(MessageKind.ANSWER, asked.objective, asked.step, self._version, updates, stale, bits), rows
+            MessageHead(MessageKind.ANSWER, head.objective, head.step, self._version, updates, stale, bits), rows
         )
 
     def _send_gradients(self, trade: ServerShard, head: MessageHead) -> None:
         """Answer a worker with its part of the gradients of the last update, as the optimizer used them."""
         name = self._objectives[head.objective]
-        packing, held = trade.weight_packings[name], self.weights.objectives[name].parameters
-        gradients = {n: grad for n in packing.names if (grad := held[n].grad) is not None}
+        packing, parameters = trade.weight_packings[name], self.weights.objectives[name].parameters
+        gradients = {n: grad for n in packing.names if (grad := parameters[n].grad) is not None}
         flags = bytes(n in gradients for n in packing.names)
         rows = packing.pack(_take_parts(gradients, packing, trade), CPU)
         self._clients[trade.rank].channel.put(

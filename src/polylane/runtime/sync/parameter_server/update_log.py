@@ -47,8 +47,8 @@ class UpdateLog:
 
     def add(self, update: ServerUpdate) -> None:
         """Append an update to the log."""
-        each = (update.replica, update.step, update.objective, update.read_version, update.version, update.steps_ahead)
-        self._numbers.extend(each)
+        entry = (update.replica, update.step, update.objective, update.read_version, update.version, update.steps_ahead)
+        self._numbers.extend(entry)
 
     def __len__(self) -> int:
         return len(self._numbers) // 6

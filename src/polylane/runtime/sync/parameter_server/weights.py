@@ -82,18 +82,18 @@ class ServerWeights:
 
     def collect_state(self) -> WorkerState:
         """Return parameters and optimizer states, for a checkpoint."""
-        found = WorkerState()
+        state = WorkerState()
         for name, parameter in self.parameters.items():
-            found.add(MODEL_PREFIX + name, whole_region(parameter.shape), parameter)
+            state.add(MODEL_PREFIX + name, whole_region(parameter.shape), parameter)
         for name, course in self.objectives.items():
             parts = _whole_parts(course)
-            found.extend(collect_optimizer(name, course.optimizer, parts))
+            state.extend(collect_optimizer(name, course.optimizer, parts))
             is_whole, is_first = parts.keys() >= set(course.trained), parts.keys() >= set(course.trained[:1])
             speaks_for = ({*parts, ""} if is_first else set(parts)).__contains__  # "" is what belongs to none
-            found.extend(collect_attributes(name, course.optimizer, course.names, parts, speaks_for, is_whole))
+            state.extend(collect_attributes(name, course.optimizer, course.names, parts, speaks_for, is_whole))
             if is_first:
-                found.plain |= collect_counts(name, course.optimizer)
-        return found
+                state.plain |= collect_counts(name, course.optimizer)
+        return state
 
     def restore_state(self, saved: SavedState) -> None:
         """Make parameters, optimizer states, options and schedulers those of a checkpoint."""
@@ -134,22 +134,25 @@ def build_weights(
     shapes: dict[str, Sequence[int]] = {}
     for partition in prepared.partitions.values():
         shapes |= {name: info.shape for name, info in partition.graph.parameters.items()}
-    held = {name: nn.Parameter(values[name].to(device)) for name in model if name in values}
+    parameters = {name: nn.Parameter(values[name].to(device)) for name in model if name in values}
     # The user's factory sees all parameters, so that groups come out as on one device; those of other servers have
     # their shape but no memory.
-    every = [
-        (n, held[n] if n in held else _parameter_of_shape(p, shapes.get(n, p.shape), device)) for n, p in model.items()
+    all_parameters = [
+        (n, parameters[n] if n in parameters else _parameter_of_shape(p, shapes.get(n, p.shape), device))
+        for n, p in model.items()
     ]
-    weights = ServerWeights(held)
+    weights = ServerWeights(parameters)
     for name, objective in prepared.objectives.items():
         trained = prepared.trained_names(name)
-        own = {n: p for n, p in held.items() if n in trained}
-        built = _build_optimizer(objective, list(own.items()), every)
-        course = ObjectiveState(own, built, build_scheduler(objective.scheduler, built), trained)
+        trained_parameters = {n: p for n, p in parameters.items() if n in trained}
+        built = _build_optimizer(objective, list(trained_parameters.items()), all_parameters)
+        course = ObjectiveState(trained_parameters, built, build_scheduler(objective.scheduler, built), trained)
         if clip_norm is not None:
             # The order of the model, not of this server: all servers sum one vector of norms.
             order = [n for n in model if n in trained]
-            course.clipper = GradientClipper(clip_norm, SumOverMesh(order, list(own), own, device, sum_over_servers))
+            course.clipper = GradientClipper(
+                clip_norm, SumOverMesh(order, list(trained_parameters), trained_parameters, device, sum_over_servers)
+            )
         weights.objectives[name] = course
     return weights
 
@@ -160,11 +163,13 @@ def _parameter_of_shape(parameter: nn.Parameter, shape: Sequence[int], device: t
 
 
 def _build_optimizer(
-    objective: Objective, held: Sequence[tuple[str, nn.Parameter]], every: Sequence[tuple[str, nn.Parameter]]
+    objective: Objective,
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    all_parameters: Sequence[tuple[str, nn.Parameter]],
 ) -> torch.optim.Optimizer:
-    built: torch.optim.Optimizer = optimizer.build_optimizer(objective, held, every)
-    taken = {id(parameter) for group in built.param_groups for parameter in group["params"]}
-    if not {id(parameter) for _, parameter in held} <= taken:
+    built: torch.optim.Optimizer = optimizer.build_optimizer(objective, parameters, all_parameters)
+    optimized_ids = {id(parameter) for group in built.param_groups for parameter in group["params"]}
+    if not {id(parameter) for _, parameter in parameters} <= optimized_ids:
         raise PolylaneError(
             "optimizer(parameters) must optimize the parameters that it is given: a parameter server has weights of "
             "its own, not those of the model that the function may remember"
@@ -185,5 +190,5 @@ def load_options(built: torch.optim.Optimizer, options: bytes) -> None:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
-        return all(_is_plain(each) for each in value)
+        return all(_is_plain(item) for item in value)
     return isinstance(value, _PLAIN) or (isinstance(value, Tensor) and value.numel() == 1)

@@ -185,23 +185,25 @@ class GatheredPasses(StageHooks):
         # By address, since autograd saves views and aliases of parameters as new tensor objects.
         address = tensor.data_ptr()
         for flat in self._gathered_units.values():
-            whole = flat.full_buffer
-            if whole is not None and address and 0 <= address - whole.data_ptr() < whole.nbytes:
-                if tensor.dtype != whole.dtype or tensor.is_conj() or tensor.is_neg():
+            full_buffer = flat.full_buffer
+            if full_buffer is not None and address and 0 <= address - full_buffer.data_ptr() < full_buffer.nbytes:
+                if tensor.dtype != full_buffer.dtype or tensor.is_conj() or tensor.is_neg():
                     return tensor  # strides alone do not describe it: keep its memory
-                offset = (address - whole.data_ptr()) // whole.element_size()
+                offset = (address - full_buffer.data_ptr()) // full_buffer.element_size()
                 return ShardView(flat, tensor.shape, tensor.stride(), offset)
         return tensor
 
-    def unpack_saved(self, kept: Tensor | ShardView) -> Tensor:
+    def unpack_saved(self, saved_value: Tensor | ShardView) -> Tensor:
         """Return the tensor of what was packed, from its unit, which is gathered if it is not full."""
-        if isinstance(kept, Tensor):
-            return kept
-        self._release_passed(kept.flat_buffer)
-        self.gather_unit(kept.flat_buffer)
-        whole = kept.flat_buffer.full_buffer
-        assert whole is not None
-        return whole.as_strided(kept.shape, kept.stride, whole.storage_offset() + kept.offset)
+        if isinstance(saved_value, Tensor):
+            return saved_value
+        self._release_passed(saved_value.flat_buffer)
+        self.gather_unit(saved_value.flat_buffer)
+        full_buffer = saved_value.flat_buffer.full_buffer
+        assert full_buffer is not None
+        return full_buffer.as_strided(
+            saved_value.shape, saved_value.stride, full_buffer.storage_offset() + saved_value.offset
+        )
 
     def _release_passed(self, flat: FlatBuffer) -> None:
         """Release units without gradients that a backward pass is past; no reduction releases those.
@@ -211,9 +213,9 @@ class GatheredPasses(StageHooks):
         """
         if flat.full_buffer is not None:
             return
-        here = self._uses[flat.unit.name].last
+        last_use = self._uses[flat.unit.name].last
         for name in [name for name in self._gathered_units if name not in self._summed]:
-            if self._uses[name].first > here and not self._uses[name].is_opaque:
+            if self._uses[name].first > last_use and not self._uses[name].is_opaque:
                 self.release_unit(self._gathered_units[name])
 
 
@@ -229,7 +231,7 @@ def _make_gate(act: Callable[[FlatBuffer], None], flat: FlatBuffer) -> Callable[
 def _find_unit_uses(graph: fx.Graph, shards: Shards) -> list[_UnitUse]:
     """Return the uses of units in a graph, in the order of first use; uses of views count."""
     units: dict[fx.Node, FlatBuffer] = {}
-    found: dict[str, list[Any]] = {}
+    uses: dict[str, list[Any]] = {}
     for position, node in enumerate(graph.nodes):
         kind, name = node.meta["role"] if node.op == "placeholder" else ("", "")
         if kind == "parameter" and name in shards.buffer_of:
@@ -238,13 +240,13 @@ def _find_unit_uses(graph: fx.Graph, shards: Shards) -> list[_UnitUse]:
             # A view shares the unit's memory: its users extend the unit's lifetime.
             if _is_view(node):
                 units[node] = flat
-            use = found.setdefault(flat.unit.name, [flat, position, position, False])
+            use = uses.setdefault(flat.unit.name, [flat, position, position, False])
             use[2], use[3] = position, use[3] or isinstance(node.target, WatchedCall)
-    return [_UnitUse(*use) for use in found.values()]
+    return [_UnitUse(*use) for use in uses.values()]
 
 
 def _is_view(node: fx.Node) -> bool:
     """Return whether a node's result may alias its input, by the alias annotations of the operator's schema."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return any(each.alias_info is not None for each in node.target._schema.returns)
+        return any(result.alias_info is not None for result in node.target._schema.returns)
     return node.target is operator.getitem

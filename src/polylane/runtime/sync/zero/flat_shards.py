@@ -78,18 +78,18 @@ class FlatBuffer:
         """Start the all-gather of the shards; a collective of ``ranks``."""
         return transport.all_gather(self.shard, self.ranks, self.sizes)
 
-    def attach_full(self, whole: Tensor) -> None:
+    def attach_full(self, full_buffer: Tensor) -> None:
         """Make all parameters and their aliases views of a full buffer, 1-D."""
-        self.full_buffer = whole
+        self.full_buffer = full_buffer
         for face, begin, shape in self.views:
-            face.data = whole[begin : begin + shape.numel()].view(shape)
+            face.data = full_buffer[begin : begin + shape.numel()].view(shape)
 
     def store_shard(self, shard: Tensor) -> None:
         """Make the optimizer's parameters views of a shard, which has their values."""
-        self.shard, first = shard, self.bounds[self.shard_index][0]
+        self.shard, shard_begin = shard, self.bounds[self.shard_index][0]
         for (begin, _), piece in zip(self.spans, self.optimizer_parts.values(), strict=True):
             if piece is not None:
-                at = begin + piece.begin - first
+                at = begin + piece.begin - shard_begin
                 piece.parameter.data = shard[at : at + piece.end - piece.begin].view(piece.parameter.shape)
 
     def release_full(self) -> None:
@@ -110,7 +110,7 @@ def flat_buffer_of(
     rank: int,
     parameters: Mapping[str, nn.Parameter],
     hidden: bool,
-    kept: Mapping[str, Tensor] | None = None,
+    local_parts: Mapping[str, Tensor] | None = None,
 ) -> FlatBuffer:
     """Build the flat buffer of a unit from this worker's parameters.
 
@@ -120,19 +120,19 @@ def flat_buffer_of(
         rank: rank of this worker, one of ``ranks``.
         parameters: this worker's parameters, by canonical name.
         hidden: whether only this worker's shard is kept (ZeRO-3).
-        kept: this worker's elements of each parameter, if the full values do not exist any more; else None.
+        local_parts: this worker's elements of each parameter, if the full values do not exist any more; else None.
     """
     # The cut by parameter (spans) and the cut by rank (bounds) are independent; both are in elements of the buffer.
-    index, own = ranks.index(rank), tuple(parameters[name] for name in unit.parameters)
-    elements = [parameter.numel() for parameter in own]
+    index, unit_parameters = ranks.index(rank), tuple(parameters[name] for name in unit.parameters)
+    elements = [parameter.numel() for parameter in unit_parameters]
     bounds, spans = unit.part_bounds(elements, len(ranks)), tuple(pairwise((0, *accumulate(elements))))
-    if kept is None:
-        whole = torch.cat([parameter.detach().reshape(-1) for parameter in own])
-        shard = whole[slice(*bounds[index])]
+    if local_parts is None:
+        full_buffer = torch.cat([parameter.detach().reshape(-1) for parameter in unit_parameters])
+        shard = full_buffer[slice(*bounds[index])]
     else:
-        shard = torch.cat([kept[name] for name in unit.parameters])
-    flat = FlatBuffer(unit, ranks, index, own, spans, bounds, shard)
-    for name, parameter, (begin, _) in zip(unit.parameters, own, spans, strict=True):
+        shard = torch.cat([local_parts[name] for name in unit.parameters])
+    flat = FlatBuffer(unit, ranks, index, unit_parameters, spans, bounds, shard)
+    for name, parameter, (begin, _) in zip(unit.parameters, unit_parameters, spans, strict=True):
         flat.views.append((parameter, begin, parameter.shape))
         flat.optimizer_parts[name] = None
         # The parameter's elements in this rank's shard; an owner has all of them, even of an empty parameter.
@@ -143,10 +143,10 @@ def flat_buffer_of(
             flat.optimizer_parts[name] = OptimizerPart(nn.Parameter(part, parameter.requires_grad), low, high)
     if hidden:
         # A slice would keep the memory of the full buffer alive.
-        flat.store_shard(shard if kept is not None else shard.clone())
+        flat.store_shard(shard if local_parts is not None else shard.clone())
         flat.release_full()
     else:
-        flat.attach_full(whole)
+        flat.attach_full(full_buffer)
     return flat
 
 
@@ -190,15 +190,15 @@ class Shards:
         for optimizer in optimizers:
             replace_parameters(optimizer, table)
 
-    def updated_parameters(self, held: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    def updated_parameters(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return what this worker's optimizer steps on: parts of sharded parameters, and unsharded ones."""
-        found = dict[str, nn.Parameter]()
-        for name, parameter in held.items():
+        updated_parameters = dict[str, nn.Parameter]()
+        for name, parameter in parameters.items():
             if name not in self.buffer_of:
-                found[name] = parameter
+                updated_parameters[name] = parameter
             elif (piece := self.buffer_of[name].optimizer_parts[name]) is not None:
-                found[name] = piece.parameter
-        return found
+                updated_parameters[name] = piece.parameter
+        return updated_parameters
 
     def constant_view(self, name: str, parameter: nn.Parameter) -> Tensor:
         """Return a detached alias of a parameter, which has its value whenever the parameter has."""
@@ -226,8 +226,8 @@ class Shards:
                 under_way.append((flat, flat.start_all_gather(self._transport)))
             if len(under_way) >= AHEAD:
                 _install_gathered(*under_way.popleft())
-        for each in under_way:
-            _install_gathered(*each)
+        for gather in under_way:
+            _install_gathered(*gather)
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -256,17 +256,17 @@ class Shards:
         flat = self.buffer_of[name]
         return f"[shard {flat.shard_index} of {len(flat.ranks)}]"
 
-    def local_part(self, name: str, whole: Tensor) -> Tensor | None:
+    def local_part(self, name: str, tensor: Tensor) -> Tensor | None:
         """Return this worker's part of a tensor in a parameter's full shape, or None if it updates nothing of it.
 
         Args:
             name: canonical name of the parameter.
-            whole: a tensor of the parameter's shape, a gradient say.
+            tensor: a tensor of the parameter's shape, a gradient say.
         """
         if name not in self.buffer_of:
-            return whole
+            return tensor
         piece = self.buffer_of[name].optimizer_parts[name]
-        return None if piece is None else piece.slice_of(whole)
+        return None if piece is None else piece.slice_of(tensor)
 
     def local_gradient(self, name: str, parameter: nn.Parameter) -> Tensor | None:
         """Return this worker's part of a parameter's gradient, padded with zeros to its shape; None for none of it."""
@@ -275,14 +275,14 @@ class Shards:
         piece = self.buffer_of[name].optimizer_parts[name]
         if piece is None or piece.parameter.grad is None:
             return None
-        whole = piece.parameter.grad.new_zeros(parameter.shape)
-        piece.slice_of(whole).copy_(piece.parameter.grad)
-        return whole
+        gradient = piece.parameter.grad.new_zeros(parameter.shape)
+        piece.slice_of(gradient).copy_(piece.parameter.grad)
+        return gradient
 
 
 def _install_gathered(flat: FlatBuffer, pending: PendingTransfer) -> None:
-    whole = pending.wait()
+    full_buffer = pending.wait()
     # The optimizer's parameters move into the gathered buffer: it replaces the old one, and the shard is a view of it.
     begin, end = flat.bounds[flat.shard_index]
-    flat.attach_full(whole)
-    flat.store_shard(whole[begin:end])
+    flat.attach_full(full_buffer)
+    flat.store_shard(full_buffer[begin:end])

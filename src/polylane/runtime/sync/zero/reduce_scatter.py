@@ -58,9 +58,9 @@ class BucketShard:
 
     def __post_init__(self) -> None:
         flat = self.flat_buffer
-        own = [i for i, name in enumerate(flat.unit.parameters) if name in self.bucket.parameters]
-        self.parameters = {flat.unit.parameters[i]: flat.parameters[i] for i in own}
-        spans = [flat.spans[i] for i in own]
+        indices = [i for i, name in enumerate(flat.unit.parameters) if name in self.bucket.parameters]
+        self.parameters = {flat.unit.parameters[i]: flat.parameters[i] for i in indices}
+        spans = [flat.spans[i] for i in indices]
         self.sizes = tuple(sum(max(0, min(b, end) - max(a, begin)) for a, b in spans) for begin, end in flat.bounds)
 
 
@@ -80,7 +80,7 @@ class ReduceScatterer(AllReducer):
 
     Args:
         slices: buckets that are reduce-scattered, in the order of reduction.
-        others: buckets that are all-reduced, in the order of reduction.
+        other_buckets: buckets that are all-reduced, in the order of reduction.
         parameters: the model's parameters of all buckets, by canonical name.
         optional: names of parameters that may get no gradient in some step.
         transport: connects all training workers; the shard groups are among its groups.
@@ -93,7 +93,7 @@ class ReduceScatterer(AllReducer):
     def __init__(
         self,
         slices: Sequence[BucketShard],
-        others: Sequence[GradientBucket],
+        other_buckets: Sequence[GradientBucket],
         parameters: Mapping[str, nn.Parameter],
         optional: Collection[str],
         transport: Transport,
@@ -103,15 +103,15 @@ class ReduceScatterer(AllReducer):
         each_pass: bool,
         passes: GatheredPasses | None,
     ) -> None:
-        super().__init__(others, parameters, optional, transport)
-        self.bucket_names += tuple(each.bucket.name for each in slices)
+        super().__init__(other_buckets, parameters, optional, transport)
+        self.bucket_names += tuple(bucket_shard.bucket.name for bucket_shard in slices)
         self._slices, self._shards, self._each_pass, self._passes = tuple(slices), shards, each_pass, passes
         self._waits = waits
         self._whole_buckets = [
-            b for b in others if len(b.ranks) > 1 and any(name in shards.buffer_of for name in b.parameters)
+            b for b in other_buckets if len(b.ranks) > 1 and any(name in shards.buffer_of for name in b.parameters)
         ]
-        early = [not each.optional for each in self._slices]
-        self._slice_launcher = BucketLauncher([each.parameters for each in self._slices], early)
+        early = [not bucket_shard.optional for bucket_shard in self._slices]
+        self._slice_launcher = BucketLauncher([bucket_shard.parameters for bucket_shard in self._slices], early)
         self._is_last_pass = False
         self._in_flight: deque[_PendingBucketShard] = deque()
         self._started_at: dict[str, Mark] = {}
@@ -140,82 +140,88 @@ class ReduceScatterer(AllReducer):
     # ---- one bucket --------------------------------------------------------------------------------------------------
 
     def _launch_shard(self, index: int) -> None:
-        each = self._slices[index]
-        silent = self._transport.rank in each.bucket.zero_contributors
-        grads = {name: p.grad for name, p in each.parameters.items() if p.grad is not None and not silent}
+        bucket_shard = self._slices[index]
+        silent = self._transport.rank in bucket_shard.bucket.zero_contributors
+        grads = {name: p.grad for name, p in bucket_shard.parameters.items() if p.grad is not None and not silent}
         vector = flatten_tensors(
-            [grads[name] if name in grads else p.new_zeros(p.shape) for name, p in each.parameters.items()]
+            [grads[name] if name in grads else p.new_zeros(p.shape) for name, p in bucket_shard.parameters.items()]
         )
-        name = each.bucket.name
-        each.with_gradient |= grads.keys()
+        name = bucket_shard.bucket.name
+        bucket_shard.with_gradient |= grads.keys()
         grads.clear()  # with each_pass the vector must hold the last reference to the full gradients
         if self._each_pass:
-            for parameter in each.parameters.values():
+            for parameter in bucket_shard.parameters.values():
                 parameter.grad = None
             if self._passes is not None:
-                self._passes.release_reduced(each.flat_buffer)
+                self._passes.release_reduced(bucket_shard.flat_buffer)
         if name not in self._started_at:
             self._started_at[name], self.bucket_bytes[name] = self._waits.clock.mark(), 0
-        pending = self._transport.reduce_scatter(vector, each.flat_buffer.ranks, each.sizes)
+        pending = self._transport.reduce_scatter(vector, bucket_shard.flat_buffer.ranks, bucket_shard.sizes)
         self.bucket_bytes[name] += vector.nbytes
-        flags = self._start_flag_sum(each, vector) if self._is_last_pass and each.optional else None
-        self._in_flight.append(_PendingBucketShard(each, pending, flags, self._is_last_pass))
+        flags = self._start_flag_sum(bucket_shard, vector) if self._is_last_pass and bucket_shard.optional else None
+        self._in_flight.append(_PendingBucketShard(bucket_shard, pending, flags, self._is_last_pass))
         # One bucket in flight: while it is sent, the next one's gradients are computed, and at most two are in memory.
         del vector
         self._wait_in_flight(1)
 
-    def _start_flag_sum(self, each: BucketShard, like: Tensor) -> PendingTransfer:
-        own = torch.tensor([float(name in each.with_gradient) for name in each.optional], dtype=like.dtype)
-        had = HostStaging(like.device).to_device(own)
-        self.bucket_bytes[each.bucket.name] += had.nbytes
-        return self._transport.all_reduce(had, each.bucket.ranks)
+    def _start_flag_sum(self, bucket_shard: BucketShard, like: Tensor) -> PendingTransfer:
+        flags = torch.tensor(
+            [float(name in bucket_shard.with_gradient) for name in bucket_shard.optional], dtype=like.dtype
+        )
+        had = HostStaging(like.device).to_device(flags)
+        self.bucket_bytes[bucket_shard.bucket.name] += had.nbytes
+        return self._transport.all_reduce(had, bucket_shard.bucket.ranks)
 
-    def _wait_in_flight(self, most: int) -> None:
-        """Finish pending reductions in the order of their launch, until at most ``most`` are left."""
-        if len(self._in_flight) > most:
+    def _wait_in_flight(self, limit: int) -> None:
+        """Finish pending reductions in the order of their launch, until at most ``limit`` are left."""
+        if len(self._in_flight) > limit:
             with self._waits.timing():
-                while len(self._in_flight) > most:
+                while len(self._in_flight) > limit:
                     self._finish_reduce(self._in_flight.popleft())
 
     def _finish_reduce(self, flight: _PendingBucketShard) -> None:
-        each = flight.bucket_shard
+        bucket_shard = flight.bucket_shard
         part = flight.pending.wait()
-        each.shard_sum = part if each.shard_sum is None else each.shard_sum.add_(part)
+        bucket_shard.shard_sum = part if bucket_shard.shard_sum is None else bucket_shard.shard_sum.add_(part)
         if not flight.is_last_pass:
             return
-        each.pending_flags = flight.flags
-        if len(each.cross_ranks) > 1:
+        bucket_shard.pending_flags = flight.flags
+        if len(bucket_shard.cross_ranks) > 1:
             # Not waited for inside the pass: another stage that takes part may itself wait for this pass's outputs.
-            self.bucket_bytes[each.bucket.name] += each.shard_sum.nbytes
-            each.pending_cross_sum = self._transport.all_reduce(each.shard_sum, each.cross_ranks)
+            self.bucket_bytes[bucket_shard.bucket.name] += bucket_shard.shard_sum.nbytes
+            bucket_shard.pending_cross_sum = self._transport.all_reduce(
+                bucket_shard.shard_sum, bucket_shard.cross_ranks
+            )
         else:
-            self._install_gradients(each)
+            self._install_gradients(bucket_shard)
 
-    def _install_gradients(self, each: BucketShard) -> None:
+    def _install_gradients(self, bucket_shard: BucketShard) -> None:
         """Install the summed shard as gradients of the optimizer's parameters."""
-        total = each.shard_sum if each.pending_cross_sum is None else each.pending_cross_sum.wait()
+        total = (
+            bucket_shard.shard_sum if bucket_shard.pending_cross_sum is None else bucket_shard.pending_cross_sum.wait()
+        )
         assert total is not None
         at = 0
-        for name, parameter in each.parameters.items():
-            piece = each.flat_buffer.optimizer_parts[name]
+        for name, parameter in bucket_shard.parameters.items():
+            piece = bucket_shard.flat_buffer.optimizer_parts[name]
             if piece is None:
                 continue
             size = piece.end - piece.begin
-            own, at = total[at : at + size].view(piece.parameter.shape), at + size
+            gradient, at = total[at : at + size].view(piece.parameter.shape), at + size
             if parameter.grad is None:
-                piece.parameter.grad = own
+                piece.parameter.grad = gradient
             else:  # ZeRO-1: reuse the memory of the full gradient
                 parameter.grad = parameter.grad.contiguous()
-                piece.parameter.grad = piece.slice_of(parameter.grad).copy_(own)
-        if each.pending_flags is not None:
-            self._drop_gradients(each, each.pending_flags.wait())
-        each.shard_sum = each.pending_cross_sum = each.pending_flags = None
-        each.with_gradient.clear()
+                piece.parameter.grad = piece.slice_of(parameter.grad).copy_(gradient)
+        if bucket_shard.pending_flags is not None:
+            self._drop_gradients(bucket_shard, bucket_shard.pending_flags.wait())
+        bucket_shard.shard_sum = bucket_shard.pending_cross_sum = bucket_shard.pending_flags = None
+        bucket_shard.with_gradient.clear()
 
-    def _drop_gradients(self, each: BucketShard, flags: Tensor) -> None:
+    def _drop_gradients(self, bucket_shard: BucketShard, flags: Tensor) -> None:
         """Set gradients to None that no rank has, so that the optimizer skips these parameters."""
-        for name, had in zip(each.optional, flags.tolist(), strict=True):
-            piece = each.flat_buffer.optimizer_parts[name]
+        for name, had in zip(bucket_shard.optional, flags.tolist(), strict=True):
+            piece = bucket_shard.flat_buffer.optimizer_parts[name]
             if piece is not None and not had > 0:
                 piece.parameter.grad = None
 
@@ -229,9 +235,9 @@ class ReduceScatterer(AllReducer):
         # Reductions complete in the order of launch: finish all up to this bucket.
         while any(flight.bucket_shard.bucket.name == name for flight in self._in_flight):
             self._finish_reduce(self._in_flight.popleft())
-        for each in self._slices:
-            if each.bucket.name == name and each.shard_sum is not None:
-                self._install_gradients(each)
+        for bucket_shard in self._slices:
+            if bucket_shard.bucket.name == name and bucket_shard.shard_sum is not None:
+                self._install_gradients(bucket_shard)
         return self._started_at.pop(name)
 
     def _shard_gradients(self, name: str) -> None:

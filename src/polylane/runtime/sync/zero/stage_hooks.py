@@ -41,8 +41,8 @@ class ShardedStageHooks(StageHooks):
     def pack_saved(self, tensor: Tensor) -> Any:
         return self.gathers.pack_saved(tensor)
 
-    def unpack_saved(self, kept: Any) -> Tensor:
-        return self.gathers.unpack_saved(kept)
+    def unpack_saved(self, saved_value: Any) -> Tensor:
+        return self.gathers.unpack_saved(saved_value)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -64,7 +64,7 @@ def build_sharded_program(
     program: Program,
     plan: Plan,
     shards: Shards,
-    held: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
     optional: Collection[str],
     transport: Transport,
     waits: CollectiveWaits,
@@ -75,28 +75,28 @@ def build_sharded_program(
         program: program of this worker, with one bucket or more for each shard unit.
         plan: the parallelization plan of the training.
         shards: ZeRO shards of this worker.
-        held: the parameters of the program's buckets, by canonical name.
+        parameters: the parameters of the program's buckets, by canonical name.
         optional: names of parameters that may get no gradient in some step.
         transport: connects all training workers; the shard groups are among its groups.
         waits: counter to which time and bytes of the running action are added.
     """
-    slices, others = list[BucketShard](), list[GradientBucket]()
+    slices, other_buckets = list[BucketShard](), list[GradientBucket]()
     for bucket in program.buckets:
         # A bucket is part of one unit: its first parameter tells which.
         flat = shards.buffer_of.get(bucket.parameters[0])
         crossing = None if flat is None else cross_shard_group(plan, program.rank, bucket.ranks)
         if flat is None or crossing is None:
-            others.append(bucket)
+            other_buckets.append(bucket)
         else:
-            some = tuple(name for name in bucket.parameters if name in optional)
-            slices.append(BucketShard(bucket, flat, crossing, some))
+            optional_names = tuple(name for name in bucket.parameters if name in optional)
+            slices.append(BucketShard(bucket, flat, crossing, optional_names))
     passes = None
     if shards.keeps_only_shards:
-        passes = GatheredPasses(shards, [each.flat_buffer.unit.name for each in slices], waits)
+        passes = GatheredPasses(shards, [bucket_shard.flat_buffer.unit.name for bucket_shard in slices], waits)
     reducer = ReduceScatterer(
         slices,
-        others,
-        held,
+        other_buckets,
+        parameters,
         optional,
         transport,
         shards,

@@ -39,8 +39,8 @@ class ShardUnit:
         if self.owners:
             sizes = [sum(n for n, o in zip(elements, self.owners, strict=True) if o == rank) for rank in range(ranks)]
         else:
-            each, rest = divmod(sum(elements), ranks)
-            sizes = [each + (rank < rest) for rank in range(ranks)]
+            share, remainder = divmod(sum(elements), ranks)
+            sizes = [share + (rank < remainder) for rank in range(ranks)]
         return tuple(pairwise((0, *accumulate(sizes))))
 
     def part_range(self, name: str, elements: Sequence[int], ranks: int, index: int) -> tuple[int, int]:
@@ -66,8 +66,8 @@ def shard_group(plan: Plan, rank: int) -> tuple[int, ...]:
     """
     replicas = plan.ranks_along(rank, "data")
     size = plan.sync.within or len(replicas)
-    first = replicas.index(rank) // size * size
-    return replicas[first : first + size]
+    group_start = replicas.index(rank) // size * size
+    return replicas[group_start : group_start + size]
 
 
 def cross_shard_group(plan: Plan, rank: int, ranks: Collection[int]) -> tuple[int, ...] | None:
@@ -85,24 +85,29 @@ def cross_shard_group(plan: Plan, rank: int, ranks: Collection[int]) -> tuple[in
         rank: rank whose shard is summed, one of ``ranks``.
         ranks: ranks that sum the bucket.
     """
-    index, size, found = shard_group(plan, rank).index(rank), len(shard_group(plan, rank)), list[int]()
-    for other in ranks:
-        group = shard_group(plan, other)
+    index, size, cross_ranks = shard_group(plan, rank).index(rank), len(shard_group(plan, rank)), list[int]()
+    for peer in ranks:
+        group = shard_group(plan, peer)
         if len(group) != size or not set(group) <= set(ranks):
             return None
-        if group[index] == other:
-            found.append(other)
-    return tuple(sorted(found))
+        if group[index] == peer:
+            cross_ranks.append(peer)
+    return tuple(sorted(cross_ranks))
 
 
 def all_shard_groups(plan: Plan, programs: Iterable[Sequence[Program]]) -> set[tuple[int, ...]]:
     """Return all shard groups and cross-shard groups, which the transport must declare."""
     if plan.sync.shard == "none":
         return set()
-    found = {tuple(sorted(shard_group(plan, rank))) for rank in range(plan.workers)}
-    seen = {(program.rank, bucket.ranks) for each in programs for program in each for bucket in program.buckets}
-    crossing = {cross_shard_group(plan, rank, ranks) for rank, ranks in seen}
-    return found | {group for group in crossing if group is not None}
+    groups = {tuple(sorted(shard_group(plan, rank))) for rank in range(plan.workers)}
+    bucket_ranks = {
+        (program.rank, bucket.ranks)
+        for objective_programs in programs
+        for program in objective_programs
+        for bucket in program.buckets
+    }
+    crossing = {cross_shard_group(plan, rank, ranks) for rank, ranks in bucket_ranks}
+    return groups | {group for group in crossing if group is not None}
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ def build_all_units(
     plan: Plan,
     programs: Mapping[str, Sequence[Program]],
     parameters: Mapping[str, TensorInfo],
-    whole: Collection[str],
+    whole_names: Collection[str],
 ) -> ShardUnits:
     """Build the units of every rank; all ranks of a shard group have the same ones.
 
@@ -133,33 +138,38 @@ def build_all_units(
         plan: the parallelization plan of the training.
         programs: the programs of all ranks, by objective.
         parameters: shape and dtype of the model's parameters, by canonical name.
-        whole: names of parameters that their optimizer can only update as a whole.
+        whole_names: names of parameters that their optimizer can only update as a whole.
     """
-    every = ({name: each[rank] for name, each in programs.items()} for rank in range(plan.workers))
-    return ShardUnits(tuple(_build_rank_units(plan, own, parameters, whole) for own in every))
+    programs_by_rank = (
+        {name: objective_programs[rank] for name, objective_programs in programs.items()}
+        for rank in range(plan.workers)
+    )
+    return ShardUnits(
+        tuple(_build_rank_units(plan, rank_programs, parameters, whole_names) for rank_programs in programs_by_rank)
+    )
 
 
 def _build_rank_units(
-    plan: Plan, programs: Mapping[str, Program], parameters: Mapping[str, TensorInfo], whole: Collection[str]
+    plan: Plan, programs: Mapping[str, Program], parameters: Mapping[str, TensorInfo], whole_names: Collection[str]
 ) -> tuple[ShardUnit, ...]:
     """Return the units of one rank: a parameter of several objectives is in the first one's unit."""
-    found, seen, loads = list[ShardUnit](), set[str](), dict[tuple[int, ...], list[int]]()
+    units, seen_names, loads = list[ShardUnit](), set[str](), dict[tuple[int, ...], list[int]]()
     for objective, program in programs.items():
         ranks = len(shard_group(plan, program.rank))
         for bucket in program.buckets:
-            names = [name for name in bucket.parameters if name not in seen]
-            seen.update(names)
+            names = [name for name in bucket.parameters if name not in seen_names]
+            seen_names.update(names)
             label = bucket.name if len(programs) == 1 else f"{objective}.{bucket.name}"
             aligned = sorted(names, key=lambda name: -_alignment(parameters[name]))
-            if cut := tuple(name for name in aligned if name not in whole):
-                found.append(ShardUnit(label, cut))
-            if kept := [name for name in aligned if name in whole]:
-                sizes = {name: parameters[name].bytes for name in sorted(kept)}
+            if cut := tuple(name for name in aligned if name not in whole_names):
+                units.append(ShardUnit(label, cut))
+            if uncut_names := [name for name in aligned if name in whole_names]:
+                sizes = {name: parameters[name].bytes for name in sorted(uncut_names)}
                 # Whole parameters cannot be cut evenly: give each to the rank with the fewest bytes so far.
                 owners = assign_longest_first(sizes, loads.setdefault(bucket.ranks, [0] * ranks))
-                order = sorted(kept, key=owners.__getitem__)
-                found.append(ShardUnit(f"{label}.whole", tuple(order), tuple(owners[name] for name in order)))
-    return tuple(found)
+                order = sorted(uncut_names, key=owners.__getitem__)
+                units.append(ShardUnit(f"{label}.whole", tuple(order), tuple(owners[name] for name in order)))
+    return tuple(units)
 
 
 def _alignment(info: TensorInfo) -> int:
@@ -174,22 +184,22 @@ def _alignment(info: TensorInfo) -> int:
 
 def _regroup_buckets(program: Program, units: Sequence[ShardUnit]) -> Program:
     of = {name: bucket for bucket in program.buckets for name in bucket.parameters}
-    buckets, known = list[GradientBucket](), {name for unit in units for name in unit.parameters}
+    buckets, unit_names = list[GradientBucket](), {name for unit in units for name in unit.parameters}
     for unit in units:
-        alike: dict[tuple[tuple[int, ...], frozenset[int]], list[str]] = {}
+        names_by_ranks: dict[tuple[tuple[int, ...], frozenset[int]], list[str]] = {}
         # Parameters of a unit may be summed over different ranks: one bucket for each set. In the order of the buckets,
         # which is equal on all ranks; a unit's order may differ on stages with other numbers of replicas.
         for name in (name for name in of if name in unit.parameters):
-            alike.setdefault((of[name].ranks, of[name].zero_contributors), []).append(name)
-        for number, ((ranks, silent), names) in enumerate(alike.items()):
+            names_by_ranks.setdefault((of[name].ranks, of[name].zero_contributors), []).append(name)
+        for number, ((ranks, silent), names) in enumerate(names_by_ranks.items()):
             label = unit.name if not number else f"{unit.name}.{number}"
             buckets.append(GradientBucket(label, ranks, tuple(names), silent))
     for bucket in program.buckets:  # parameters in no unit
-        if rest := tuple(name for name in bucket.parameters if name not in known):
-            buckets.append(replace(bucket, name=f"more.{bucket.name}", parameters=rest))
+        if other_names := tuple(name for name in bucket.parameters if name not in unit_names):
+            buckets.append(replace(bucket, name=f"more.{bucket.name}", parameters=other_names))
     # The REDUCE actions of the new buckets take the place of the old ones.
     reduces = [Action(ActionKind.REDUCE, program.stage, value=b.name) for b in buckets if len(b.ranks) > 1]
-    first = next((i for i, a in enumerate(program.actions) if a.kind is ActionKind.REDUCE), len(program.actions) - 1)
-    before = [a for a in program.actions[:first] if a.kind is not ActionKind.REDUCE]
-    after = [a for a in program.actions[first:] if a.kind is not ActionKind.REDUCE]
-    return replace(program, actions=(*before, *reduces, *after), buckets=tuple(buckets))
+    index = next((i for i, a in enumerate(program.actions) if a.kind is ActionKind.REDUCE), len(program.actions) - 1)
+    earlier_actions = [a for a in program.actions[:index] if a.kind is not ActionKind.REDUCE]
+    later_actions = [a for a in program.actions[index:] if a.kind is not ActionKind.REDUCE]
+    return replace(program, actions=(*earlier_actions, *reduces, *later_actions), buckets=tuple(buckets))

@@ -61,9 +61,9 @@ class SharedBlock:
     size: int
     readers: int = 0
 
-    def view(self, dtype: torch.dtype, elements: int, first: int = 0) -> Tensor:
-        """Return a vector over the block's elements from ``first`` on."""
-        return self.arena.view(self.offset + first * dtype.itemsize, dtype, elements)
+    def view(self, dtype: torch.dtype, elements: int, start: int = 0) -> Tensor:
+        """Return a vector over the block's elements from ``start`` on."""
+        return self.arena.view(self.offset + start * dtype.itemsize, dtype, elements)
 
 
 class SharedBlocks:

@@ -88,7 +88,9 @@ class MessageHub:
         self.is_closed = False
         self.lock = threading.Lock()  # over all that follows; never held while a thread sleeps
         self._blocks = SharedBlocks(bound)
-        self.links = {peer: SocketLink(peer, each, self._blocks.release_block) for peer, each in connections.items()}
+        self.links = {
+            peer: SocketLink(peer, connection, self._blocks.release_block) for peer, connection in connections.items()
+        }
         self._timeout, self._spin = timeout, SPIN_SECONDS if spins else 0.0
         self._buffer = bytearray(LONGEST)
         self._unanswered: deque[tuple[int, int]] = deque()  # (peer, block): read, but not answered yet
@@ -156,11 +158,11 @@ class MessageHub:
 
     def acquire_block(self, nbytes: int, readers: int) -> SharedBlock:
         """Return an own block, waiting if too much is in use; the caller has the lock."""
-        found = self._blocks.acquire_block(nbytes, readers, fresh=False)
-        if found is None:
+        own_block = self._blocks.acquire_block(nbytes, readers, fresh=False)
+        if own_block is None:
             self._read_all()  # prefer a used block, whose pages are warm: its last answer may have arrived by now
-            found = self._blocks.acquire_block(nbytes, readers)
-        if found is None:
+            own_block = self._blocks.acquire_block(nbytes, readers)
+        if own_block is None:
             blocks = list[SharedBlock]()
 
             def taken() -> bool:
@@ -170,8 +172,8 @@ class MessageHub:
 
             waiting = f"waiting for others to read what was sent, before {nbytes} bytes more can be"
             self._handle_until(taken, None, lambda: waiting)
-            found = blocks[0]
-        return found
+            own_block = blocks[0]
+        return own_block
 
     def send_inline(self, peers: Iterable[int], key: int, description: bytes, values: Buffer) -> int:
         """Send values inside a message to each peer; the caller has the lock. Returns bytes of headers."""
@@ -221,8 +223,8 @@ class MessageHub:
         else:
             link.expected[key] = call
 
-    def receive_message(self, peer: int, key: int, what: DescribeWait) -> Message:
-        """Wait for a message of a peer, and take it out of the inbox; ``what`` describes the wait in errors.
+    def receive_message(self, peer: int, key: int, describe_wait: DescribeWait) -> Message:
+        """Wait for a message of a peer, and take it out of the inbox; ``describe_wait`` describes the wait in errors.
 
         Raises:
             PeerLost: the peer has closed its connection, or did not send in time.
@@ -233,25 +235,25 @@ class MessageHub:
                 self._send_answers()
             message = link.inbox.pop(key, None)
             if message is None:
-                self._wait_for(link, lambda: key in link.inbox, what)
+                self._wait_for(link, lambda: key in link.inbox, describe_wait)
                 message = link.inbox.pop(key)
             return message
 
-    def peek_message(self, peer: int, key: int, what: DescribeWait) -> Message:
+    def peek_message(self, peer: int, key: int, describe_wait: DescribeWait) -> Message:
         """Wait for a message, and leave it in the inbox; raises as :meth:`receive_message`."""
         link = self.links[peer]
         with self.lock:
             if key not in link.inbox:
-                self._wait_for(link, lambda: key in link.inbox, what)
+                self._wait_for(link, lambda: key in link.inbox, describe_wait)
             return link.inbox[key]
 
-    def wait_until(self, peer: int, ready: Callable[[], bool], what: DescribeWait) -> None:
+    def wait_until(self, peer: int, ready: Callable[[], bool], describe_wait: DescribeWait) -> None:
         """Wait for a condition that a peer's messages bring about; raises as :meth:`receive_message`."""
         with self.lock:
             if not ready():
-                self._wait_for(self.links[peer], ready, what)
+                self._wait_for(self.links[peer], ready, describe_wait)
 
-    def _wait_for(self, link: SocketLink, ready: Callable[[], bool], what: DescribeWait) -> None:
+    def _wait_for(self, link: SocketLink, ready: Callable[[], bool], describe_wait: DescribeWait) -> None:
         # Most messages arrive within microseconds, faster than a thread can fall asleep and be woken up.
         if not self._is_polling:
             end = time.perf_counter() + self._spin
@@ -262,25 +264,25 @@ class MessageHub:
                 if link.gone is not None or time.perf_counter() >= end:
                     break
                 os.sched_yield()  # the peer may need this core: without, a round trip takes 70 us instead of 17
-        self._handle_until(ready, link, what)
+        self._handle_until(ready, link, describe_wait)
 
-    def _handle_until(self, ready: Callable[[], bool], link: SocketLink | None, what: DescribeWait) -> None:
+    def _handle_until(self, ready: Callable[[], bool], link: SocketLink | None, describe_wait: DescribeWait) -> None:
         """Handle messages until a condition holds, which the link's peer must bring about (None: any peer may)."""
         deadline = time.monotonic() + self._timeout
         while not ready():
-            left = deadline - time.monotonic()
+            seconds_left = deadline - time.monotonic()
             # A condition that one peer must bring about fails with that peer; otherwise once all others are lost.
             gone = self._why_all_gone() if link is None else link.gone
-            if gone is not None or left <= 0:
+            if gone is not None or seconds_left <= 0:
                 peer = None if link is None else link.peer
-                raise PeerLost(peer, what(), gone or f"no answer in {self._timeout:g} s")
+                raise PeerLost(peer, describe_wait(), gone or f"no answer in {self._timeout:g} s")
             if self._is_polling:
                 self._update_polling()  # epoll sleeps in another thread: send answers, and watch queues filled since
                 self._listening += 1
-                self._changed.wait(left)
+                self._changed.wait(seconds_left)
                 self._listening -= 1
             else:
-                self._poll_sockets(left)
+                self._poll_sockets(seconds_left)
 
     def _why_all_gone(self) -> str | None:
         return None if any(link.gone is None for link in self.links.values()) else "all others have left"
@@ -344,10 +346,10 @@ class MessageHub:
             self.release_messages(message)
             return copy
         # A numpy array as the owner of the memory: a finalizer needs an object that all tensors over it keep alive.
-        held = np.frombuffer(message.arena.map, np.uint8, message.nbytes, message.offset)
+        owner = np.frombuffer(message.arena.map, np.uint8, message.nbytes, message.offset)
         # The block is answered once the last tensor over this memory is freed.
-        weakref.finalize(held, _note_released, weakref.ref(self), message.peer, message.block).atexit = False
-        return torch.from_numpy(held).view(dtype).view(shape)
+        weakref.finalize(owner, _note_released, weakref.ref(self), message.peer, message.block).atexit = False
+        return torch.from_numpy(owner).view(dtype).view(shape)
 
     def release_messages(self, *messages: Message) -> None:
         """Release the blocks of messages whose values have been read, to be answered soon."""

@@ -93,11 +93,11 @@ def format_description(description: bytes) -> str:
 
 def mismatch_error(rank: int, expected: bytes, message: Message) -> OperationsDiffer:
     """Return the error for a message whose description differs from what this rank expects."""
-    there, here = format_description(message.description), format_description(expected)
+    peer_call, own_call = format_description(message.description), format_description(expected)
     if expected[0] == message.description[0] == SEND:
-        there, here = there.removeprefix("send of "), here.removeprefix("send of ")
-        return OperationsDiffer(f"rank {message.peer} sent {there}, rank {rank} expected {here}")
-    return OperationsDiffer(f"rank {message.peer} asked for {there}, where rank {rank} asked for {here}")
+        peer_call, own_call = peer_call.removeprefix("send of "), own_call.removeprefix("send of ")
+        return OperationsDiffer(f"rank {message.peer} sent {peer_call}, rank {rank} expected {own_call}")
+    return OperationsDiffer(f"rank {message.peer} asked for {peer_call}, where rank {rank} asked for {own_call}")
 
 
 def memory_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:

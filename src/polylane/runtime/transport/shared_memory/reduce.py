@@ -116,19 +116,24 @@ class TwoStepSum(PendingSum):
         with hub.lock:
             # Each peer answers twice: for its part, and for this rank's sum. The own part is written by _add_parts.
             block = hub.acquire_block(flat.nbytes, 2 * len(self._group.peers))
-            own = slice(self._bounds[self._group.index], self._bounds[self._group.index + 1])
+            own_slice = slice(self._bounds[self._group.index], self._bounds[self._group.index + 1])
             view = block.view(flat.dtype, flat.numel())
-            view[: own.start].copy_(flat[: own.start])
-            view[own.stop :].copy_(flat[own.stop :])
+            view[: own_slice.start].copy_(flat[: own_slice.start])
+            view[own_slice.stop :].copy_(flat[own_slice.stop :])
 
             def came() -> None:
                 self._missing -= 1
                 if self._missing == 0:
                     try:
-                        self._add_parts(view[own], flat[own])
-                        nbytes = (own.stop - own.start) * item
+                        self._add_parts(view[own_slice], flat[own_slice])
+                        nbytes = (own_slice.stop - own_slice.start) * item
                         hub.send_block(
-                            self._group.peers, self._key | LAST, self._description, block, own.start * item, nbytes
+                            self._group.peers,
+                            self._key | LAST,
+                            self._description,
+                            block,
+                            own_slice.start * item,
+                            nbytes,
                         )
                     except Exception as error:  # raised by this operation's wait, not by the one that runs this
                         self._error = error
@@ -142,20 +147,20 @@ class TwoStepSum(PendingSum):
                 hub.call_when_received(peer, self._key, came)
         return headers
 
-    def _add_parts(self, total: Tensor, own: Tensor) -> None:
+    def _add_parts(self, total: Tensor, own_part: Tensor) -> None:
         """Sum this rank's part over all ranks.
 
         Args:
             total: the part in this rank's block; overwritten by the sum.
-            own: this rank's values of the part; overwritten by the sum.
+            own_part: this rank's values of the part; overwritten by the sum.
         """
         messages = [self._hub.links[peer].inbox[self._key] for peer in self._group.peers]
         for message in messages:
             check_message(self._hub, self._description, message)
-        parts = [message.as_tensor(own.dtype) for message in messages]
-        parts.insert(self._group.index, own)
+        parts = [message.as_tensor(own_part.dtype) for message in messages]
+        parts.insert(self._group.index, own_part)
         sum_parts(parts, total)
-        own.copy_(total)
+        own_part.copy_(total)
 
     def _complete(self) -> None:
         for peer in self._group.peers:  # wait for all before any is taken: _add_parts reads them from the inbox
@@ -204,9 +209,9 @@ class ChunkedSum(PendingSum):
         return headers * -(-self._wire.numel() // self._chunk)
 
     def _send_chunk(self, number: int) -> int:
-        part, place = self._chunk_of(number), number % PLACES * self._chunk
-        self._block.view(part.dtype, part.numel(), place).copy_(part)
-        offset = place * part.element_size()
+        part, start = self._chunk_of(number), number % PLACES * self._chunk
+        self._block.view(part.dtype, part.numel(), start).copy_(part)
+        offset = start * part.element_size()
         return self._hub.send_block(
             (self._peer,), self._key + number % 2, self._description, self._block, offset, part.nbytes
         )
@@ -220,9 +225,9 @@ class ChunkedSum(PendingSum):
         message = self._hub.links[self._peer].inbox.pop(self._key + number % 2)
         try:
             check_message(self._hub, self._description, message)
-            last = (number + 1) * self._chunk >= self._wire.numel()
+            is_last = (number + 1) * self._chunk >= self._wire.numel()
             # The next chunk first: the peer adds it while this rank adds the peer's.
-            if not last:
+            if not is_last:
                 self._send_chunk(number + 1)
             part = self._chunk_of(number)
             part += message.as_tensor(part.dtype)
@@ -230,7 +235,7 @@ class ChunkedSum(PendingSum):
             self._error = error
             return
         self._added += 1
-        if last:
+        if is_last:
             self._last = message
         else:
             self._hub.call_when_received(self._peer, self._key + self._added % 2, self._add_chunk)
@@ -258,20 +263,20 @@ def sum_parts(parts: Sequence[Tensor], total: Tensor) -> None:
         total += part
 
 
-def sum_parts_in_place(before: Sequence[Tensor], own: Tensor, after: Sequence[Tensor]) -> None:
+def sum_parts_in_place(earlier_parts: Sequence[Tensor], own_part: Tensor, later_parts: Sequence[Tensor]) -> None:
     """Sum parts in their order, in the memory of one of them: the same bits whichever one that is.
 
     Args:
-        before: parts before ``own`` in the order; not written to.
-        own: this rank's part; overwritten by the sum.
-        after: parts behind ``own`` in the order; not written to.
+        earlier_parts: parts before ``own_part`` in the order; not written to.
+        own_part: this rank's part; overwritten by the sum.
+        later_parts: parts behind ``own_part`` in the order; not written to.
     """
-    if len(before) == 1:
-        torch.add(before[0], own, out=own)
-    elif before:
-        total = before[0] + before[1]
-        for part in before[2:]:
+    if len(earlier_parts) == 1:
+        torch.add(earlier_parts[0], own_part, out=own_part)
+    elif earlier_parts:
+        total = earlier_parts[0] + earlier_parts[1]
+        for part in earlier_parts[2:]:
             total += part
-        torch.add(total, own, out=own)
-    for part in after:
-        own += part
+        torch.add(total, own_part, out=own_part)
+    for part in later_parts:
+        own_part += part

@@ -73,19 +73,19 @@ class HostRendezvous:
     cards: tuple[WorkerCard, ...] = field(default=())
 
     @classmethod
-    def meet_workers(cls, world: World, asked: str | None = None) -> HostRendezvous:
+    def meet_workers(cls, world: World, request: str | None = None) -> HostRendezvous:
         """Listen, and gather the cards of all workers; a collective of the world.
 
         Args:
             world: this worker among all workers.
-            asked: transport that this worker's user requests, or None.
+            request: transport that this worker's user requests, or None.
         """
         unable = why_cannot_share(world)
         listener = folder = None
         if unable is None:
             listener, folder, unable = _open_listener(2 * world.size)
         name = _socket_path(folder) if folder is not None else ""
-        card = WorkerCard(host_identity(), os.getuid(), affine_cores(), name, secrets.token_bytes(16), unable, asked)
+        card = WorkerCard(host_identity(), os.getuid(), affine_cores(), name, secrets.token_bytes(16), unable, request)
         met = cls(listener, folder)
         try:
             met.cards = tuple(world.all_gather_object(card))
@@ -154,21 +154,21 @@ def connect_hub(world: World, meeting: HostRendezvous, hosts: Sequence[Hashable]
     Returns:
         The hub, or if any worker could not connect, the same reason at all workers.
     """
-    here = [rank for rank in range(world.size) if hosts[rank] == hosts[world.rank]]
+    host_ranks = [rank for rank in range(world.size) if hosts[rank] == hosts[world.rank]]
     connections: dict[int, socket.socket] = {}
     # The backlog takes connections before they are accepted: connecting first cannot deadlock in any order of ranks.
-    own = _connect_lower_ranks(world.rank, here, meeting, connections) or _accept_higher_ranks(
-        world.rank, here, meeting, connections
+    reason = _connect_lower_ranks(world.rank, host_ranks, meeting, connections) or _accept_higher_ranks(
+        world.rank, host_ranks, meeting, connections
     )
-    trouble = _first_reason(world.all_gather_object(own))
+    trouble = _first_reason(world.all_gather_object(reason))
     meeting.stop_listening()
     if trouble is not None:
         for connection in connections.values():
             connection.close()
         return trouble
     # Polling before sleeping pays only if no peer needs this core.
-    spins = len(here) <= min(meeting.cards[rank].cores for rank in here)
-    return MessageHub(world.rank, connections, max_block_bytes(len(here)), TIMEOUT.total_seconds(), spins)
+    spins = len(host_ranks) <= min(meeting.cards[rank].cores for rank in host_ranks)
+    return MessageHub(world.rank, connections, max_block_bytes(len(host_ranks)), TIMEOUT.total_seconds(), spins)
 
 
 def reconnect_hub(world: World, hosts: Sequence[Hashable]) -> MessageHub:
@@ -195,10 +195,10 @@ def _first_reason(reasons: Sequence[str | None]) -> str | None:
 
 
 def _connect_lower_ranks(
-    rank: int, here: Sequence[int], meeting: HostRendezvous, into: dict[int, socket.socket]
+    rank: int, host_ranks: Sequence[int], meeting: HostRendezvous, into: dict[int, socket.socket]
 ) -> str | None:
     """Connect to all lower ranks of this host; return the reason if one cannot be reached, else None."""
-    for peer in (other for other in here if other < rank):
+    for peer in (member for member in host_ranks if member < rank):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(CONNECT_SECONDS)
         into[peer] = connection
@@ -214,10 +214,10 @@ def _connect_lower_ranks(
 
 
 def _accept_higher_ranks(
-    rank: int, here: Sequence[int], meeting: HostRendezvous, into: dict[int, socket.socket]
+    rank: int, host_ranks: Sequence[int], meeting: HostRendezvous, into: dict[int, socket.socket]
 ) -> str | None:
     """Accept the connections of all higher ranks of this host; return the reason if one is missing, else None."""
-    awaited = {other for other in here if other > rank}
+    awaited = {member for member in host_ranks if member > rank}
     listener = meeting.listener
     try:
         while awaited and listener is not None:
@@ -239,17 +239,17 @@ def _accept_higher_ranks(
 def _read_introduction(connection: socket.socket, token: bytes) -> int | None:
     """Return the rank that a connected peer sends, or None if it does not know the token."""
     connection.settimeout(CONNECT_SECONDS)
-    said = connection.recv(_HELLO.size)
-    if len(said) != _HELLO.size:
+    introduction = connection.recv(_HELLO.size)
+    if len(introduction) != _HELLO.size:
         return None
-    peer, proof = _HELLO.unpack(said)
+    peer, proof = _HELLO.unpack(introduction)
     return int(peer) if secrets.compare_digest(proof, token) else None
 
 
 def _peer_user(connection: socket.socket) -> int:
     """Return the user id of the process at the other end, from the kernel."""
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(told)[1])
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 def why_no_shared_memory(cards: Sequence[WorkerCard]) -> str | None:

@@ -89,9 +89,9 @@ class SocketLink:
 
     def send_answers(self, blocks: Sequence[int]) -> None:
         """Send the peer the numbers of its blocks that have been read, up to 1024 in a message."""
-        for first in range(0, len(blocks), 1024):
-            some = blocks[first : first + 1024]
-            self.send_message((HEADER.pack(0, ANSWERS, 0, *NO_BLOCK, len(some)), struct.pack(f"={len(some)}I", *some)))
+        for start in range(0, len(blocks), 1024):
+            part = blocks[start : start + 1024]
+            self.send_message((HEADER.pack(0, ANSWERS, 0, *NO_BLOCK, len(part)), struct.pack(f"={len(part)}I", *part)))
 
     def _try_send(self, parts: Sequence[Buffer], arena: SharedFile | None) -> bool:
         """Send a message if there is room; return False if not. To a lost peer it is dropped, and True returned."""

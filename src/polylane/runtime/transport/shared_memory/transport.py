@@ -121,26 +121,26 @@ class SharedMemoryTransport:
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> PendingTransfer:
         ranks, group = tuple(ranks), self._group(ranks)
         sizes = protocol.gathered_sizes(tensor, ranks.index(self.rank), ranks, sizes)
-        own = protocol.make_contiguous(tensor)
+        wire = protocol.make_contiguous(tensor)
         if group is None:
-            return FinishedTransfer(own.clone())
+            return FinishedTransfer(wire.clone())
         key = group.next_key()
         # Empty parts are not sent: every rank knows the sizes of all parts, so nobody waits for them.
-        if own.numel():
-            self._post_values(messages.GATHER, group.peers, key, own, (own.numel(),))
+        if wire.numel():
+            self._post_values(messages.GATHER, group.peers, key, wire, (wire.numel(),))
         places = dict(zip(ranks, parts_of(sizes), strict=True))
         expected = {
-            peer: messages.encode_description(messages.GATHER, own.dtype, (slice_length(places[peer]),))
+            peer: messages.encode_description(messages.GATHER, wire.dtype, (slice_length(places[peer]),))
             for peer in group.peers
             if slice_length(places[peer])
         }
 
         def join(messages: dict[int, Message]) -> Tensor:
-            whole = torch.empty(sum(sizes), dtype=own.dtype)
-            whole[places[self.rank]].copy_(own)
+            result = torch.empty(sum(sizes), dtype=wire.dtype)
+            result[places[self.rank]].copy_(wire)
             for peer, message in messages.items():
-                whole[places[peer]].copy_(message.as_tensor(own.dtype))
-            return whole
+                result[places[peer]].copy_(message.as_tensor(wire.dtype))
+            return result
 
         return receive_from_members(self._hub, group.members, key, expected, join)
 
@@ -155,16 +155,18 @@ class SharedMemoryTransport:
         wire = protocol.make_contiguous(tensor)
         if group is None:
             return FinishedTransfer(wire.clone())
-        key, own = group.next_key(), wire[places[self.rank]]
+        key, own_part = group.next_key(), wire[places[self.rank]]
         if wire.numel():
             self._send_parts(group, key, wire, places, sizes)
-        if own.numel() == 0:
-            return FinishedTransfer(own.clone())
+        if own_part.numel() == 0:
+            return FinishedTransfer(own_part.clone())
         description = messages.encode_description(messages.SCATTER, wire.dtype, sizes)
 
         def total(messages: dict[int, Message]) -> Tensor:
-            parts = [own if rank == self.rank else messages[rank].as_tensor(own.dtype) for rank in group.members]
-            result = torch.empty_like(own)
+            parts = [
+                own_part if rank == self.rank else messages[rank].as_tensor(own_part.dtype) for rank in group.members
+            ]
+            result = torch.empty_like(own_part)
             sum_parts(parts, result)
             return result
 
@@ -176,21 +178,21 @@ class SharedMemoryTransport:
         """Send every peer its part of a vector, to be summed there."""
         hub, item = self._hub, wire.element_size()
         description = messages.encode_description(messages.SCATTER, wire.dtype, sizes)
-        given = {peer: places[peer] for peer in group.peers if slice_length(places[peer])}
-        large = {peer: place for peer, place in given.items() if slice_length(place) * item > messages.INLINE}
+        peer_places = {peer: places[peer] for peer in group.peers if slice_length(places[peer])}
+        large = {peer: place for peer, place in peer_places.items() if slice_length(place) * item > messages.INLINE}
         headers = 0
         # Large parts share one block of this rank, each at its place in the vector; small ones go inside messages.
         with hub.lock:
             if large:
                 block = hub.acquire_block(wire.nbytes, len(large))
-            for peer, place in given.items():
+            for peer, place in peer_places.items():
                 nbytes = slice_length(place) * item
                 if peer in large:
                     block.view(wire.dtype, slice_length(place), place.start).copy_(wire[place])
                     headers += hub.send_block((peer,), key, description, block, place.start * item, nbytes)
                 else:
                     headers += hub.send_inline((peer,), key, description, messages.memory_of(wire[place]))
-        sent = sum(slice_length(place) for place in given.values()) * item
+        sent = sum(slice_length(place) for place in peer_places.values()) * item
         self.counters.count_sent("reduce_scatter", wire, sent, headers)
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> PendingTransfer:
@@ -217,9 +219,9 @@ class SharedMemoryTransport:
     ) -> PendingResult[list[Tensor]]:
         ranks, group = tuple(ranks), self._group(ranks)
         protocol.require_pieces(pieces, shapes, ranks)
-        own = pieces[ranks.index(self.rank)]
+        own_piece = pieces[ranks.index(self.rank)]
         if group is None:
-            return FinishedTransfer([own])
+            return FinishedTransfer([own_piece])
         key = group.next_key()
         for peer, piece in zip(ranks, pieces, strict=True):
             if peer != self.rank and piece.numel():
@@ -227,11 +229,11 @@ class SharedMemoryTransport:
         parts: list[PendingTransfer] = []
         for peer, shape in zip(ranks, map(tuple, shapes), strict=True):
             if peer == self.rank:
-                parts.append(FinishedTransfer(own))
+                parts.append(FinishedTransfer(own_piece))
             elif 0 in shape:
-                parts.append(FinishedTransfer(torch.empty(shape, dtype=own.dtype)))
+                parts.append(FinishedTransfer(torch.empty(shape, dtype=own_piece.dtype)))
             else:
-                parts.append(receive_tensor(self._hub, peer, key, own.dtype, shape, messages.EXCHANGE))
+                parts.append(receive_tensor(self._hub, peer, key, own_piece.dtype, shape, messages.EXCHANGE))
         return Deferred(lambda: [part.wait() for part in parts])
 
     def _post_values(self, kind: int, peers: Sequence[int], key: int, wire: Tensor, shape: tuple[int, ...]) -> None:
@@ -254,10 +256,10 @@ class SharedMemoryTransport:
 
     def _send_to_others(self, values: Tensor) -> list[int]:
         """Send bytes to all other ranks, under the key of the next object; return these ranks."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        peers = [rank for rank in range(self.size) if rank != self.rank]
         self._objects += 2
-        self.counters.wire["header"] += self._hub.send_values(others, self._objects, _OBJECT, values)
-        return others
+        self.counters.wire["header"] += self._hub.send_values(peers, self._objects, _OBJECT, values)
+        return peers
 
     def _receive_bytes(self, peer: int) -> bytes | bytearray:
         message = self._hub.receive_message(peer, self._objects, _describe_object_wait)
