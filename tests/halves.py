@@ -14,8 +14,9 @@ from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, cut_positions
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.parameters.model_tensors import ModelTensors
-from polylane.runtime.pipeline.stage_code import StageHooks, extract_stage
+from polylane.runtime.pipeline.stage_code import extract_stage
 from polylane.runtime.pipeline.stage_runner import StageRunner
+from polylane.runtime.stage_hooks import StageHooks
 
 CPU = torch.device("cpu")
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from polylane.errors import PeerLost
 from polylane.graph.python_state.ended_threads import wait_gone
+from polylane.runtime.plain_data.serialization import decode, encode
 from polylane.runtime.transport.protocol import (
     FinishedTransfer,
     PendingResult,
@@ -26,7 +27,6 @@ from polylane.runtime.transport.protocol import (
     require_flat,
     require_summable,
 )
-from polylane.runtime.transport.serialization import decode, encode
 from polylane.runtime.workers.failure import is_peer_loss
 
 T = TypeVar("T")

@@ -24,8 +24,9 @@ from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.sample_slice import SampleSlice
 from polylane.plan.recompute import RecomputeRule
 from polylane.runtime.parameters.model_tensors import ModelTensors
-from polylane.runtime.pipeline.stage_code import StageHooks, extract_stage
+from polylane.runtime.pipeline.stage_code import extract_stage
 from polylane.runtime.pipeline.stage_runner import StageRunner
+from polylane.runtime.stage_hooks import StageHooks
 
 CPU = torch.device("cpu")
 SAMPLES = 4

@@ -186,17 +186,25 @@ def find_circular_imports(tree: SourceTree) -> list[str]:
 
 
 def find_mutual_folders(tree: SourceTree) -> list[str]:
-    """Folders of the graph's room that import each other: none of the two can be read without the other one.
+    """Folders of a room that import each other: none of the two can be read without the other one.
 
-    A folder is the modules that are in it itself, not those in folders inside of it.
+    A folder is the modules that are in it itself, not those in folders inside of it. Between a folder and one inside of
+    it only the graph's room is held: elsewhere the files of a room use its drawers, which use what these files share.
     """
 
     def folder_of(name: str) -> str:
         return str(tree.modules[name].path.parent)
 
-    room = [(a, b) for a, b, _ in tree.imports() if "graph" == tree.modules[a].room == tree.modules[b].room]
-    edges = {(folder_of(a), folder_of(b)) for a, b in room}
-    return [f"{a} and {b} import each other" for a, b in sorted(edges) if a < b and (b, a) in edges]
+    def is_held(a: str, b: str, room: str) -> bool:
+        return a < b and (room == "graph" or not b.startswith(f"{a}/"))
+
+    pairs = [(a, b, tree.modules[a].room) for a, b, _ in tree.imports() if tree.modules[a].room == tree.modules[b].room]
+    edges = {(folder_of(a), folder_of(b), room) for a, b, room in pairs}
+    return [
+        f"{a} and {b} import each other"
+        for a, b, room in sorted(edges)
+        if (b, a, room) in edges and is_held(a, b, room)
+    ]
 
 
 def find_crowded_folders(tree: SourceTree) -> list[str]:

@@ -162,7 +162,7 @@ def test_nothing_else_unpickles_or_runs_what_it_reads() -> None:
         for line, function, name in find_places(file.read_text())
         if not is_allowed(str(file.relative_to(SOURCE)), function, name)
     ]
-    assert found == [], "send plain values (runtime/transport/serialization.py), or name the place and why it is right"
+    assert found == [], "send plain values (runtime/plain_data/serialization.py), or name the place and why it is right"
 
 
 def test_every_allowed_place_is_there() -> None:
@@ -184,7 +184,7 @@ PLANTED = {
     "torch.distributed.all_gather_object(a, b)": ["torch.distributed.all_gather_object"],
     "world.all_gather_object(a)": [],
     "from torch.distributed import all_gather_object as gather": ["from torch.distributed import all_gather_object"],
-    "from polylane.runtime.transport.plain_objects import all_gather": [],
+    "from polylane.runtime.plain_data.plain_objects import all_gather": [],
     "from torch import load": ["from torch import load"],
     "from torch.serialization import load": ["from torch.serialization import load"],
     "import torch.distributed.checkpoint as dcp\ntorch.distributed.checkpoint.load(x)": [

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from polylane.recipe import Mean as Mean
     from polylane.runtime.data_parallel import data_parallel
     from polylane.runtime.job import Job as Job
-    from polylane.runtime.pipeline.step_result import StepResult
+    from polylane.runtime.step_result import StepResult
 
 __version__ = "0.1.0"
 
@@ -20,7 +20,7 @@ _HOMES = {
     "Job": "polylane.runtime.job",
     "Mean": "polylane.recipe",
     "PolylaneError": "polylane.errors",
-    "StepResult": "polylane.runtime.pipeline.step_result",
+    "StepResult": "polylane.runtime.step_result",
     "data_parallel": "polylane.runtime.data_parallel",
     "parallelize": "polylane.auto.parallelize",
 }

@@ -27,8 +27,8 @@ from checkpoint.saved_runs import (
 from polylane.checkpoint.commit import MANIFEST
 from polylane.checkpoint.store import CheckpointStore, open_checkpoint
 from polylane.errors import PolylaneError
-from polylane.runtime.checkpoint.plain_values import numpy_state
 from polylane.runtime.job import Job
+from polylane.runtime.state.plain_values import numpy_state
 
 PLAN = "data=2,shard=optimizer"
 SHARD = "rank-00001.safetensors"

@@ -24,12 +24,12 @@ from polylane.checkpoint.store import CheckpointStore, check_files
 from polylane.diagnosis.report import ENDED_STATES
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint import save as save_module
-from polylane.runtime.checkpoint.held_tensors import WorkerState, whole_region
 from polylane.runtime.checkpoint.save import CheckpointSaver, Position
 from polylane.runtime.checkpoint.snapshot import SnapshotWriter
 from polylane.runtime.checkpoint.training_state import WorkerTrainingState
 from polylane.runtime.job import Job
 from polylane.runtime.progress.processes import read_state
+from polylane.runtime.state.held_tensors import WorkerState, whole_region
 from polylane.runtime.workers.failure import WorkerFailed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills by /proc")

@@ -15,9 +15,9 @@ import torch
 
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint import snapshot
-from polylane.runtime.checkpoint.held_tensors import WorkerState, whole_region
 from polylane.runtime.checkpoint.save import CheckpointSaver, Position
 from polylane.runtime.progress.processes import read_state
+from polylane.runtime.state.held_tensors import WorkerState, whole_region
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the state of processes in /proc")
 SAID = r"the process that writes it \(\d+\) was stopped for 0.2 s, and was ended"

@@ -23,7 +23,7 @@ from polylane.commands.running.run_control import (
 from polylane.commands.running.step_log import StepLog
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.save import Position
-from polylane.runtime.progress.page import UNWATCHED
+from polylane.runtime.progress_page import UNWATCHED
 
 WORLD = SimpleNamespace(progress=UNWATCHED)
 

@@ -18,8 +18,8 @@ from polylane.compile.objectives import build_objectives
 from polylane.diagnosis.report import HangReport
 from polylane.errors import PolylaneError, WorkerFailed, WorkerHung
 from polylane.runtime.job import Job
-from polylane.runtime.progress.page import ProgressMemory
 from polylane.runtime.progress.watch import HangWatch
+from polylane.runtime.progress_page import ProgressMemory
 from polylane.runtime.workers.fork import WorkerContext
 from polylane.runtime.workers.spawn import spawn_workers
 from training import batch_of, classify, compiled, mlp, sgd

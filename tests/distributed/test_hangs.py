@@ -25,8 +25,8 @@ from polylane.diagnosis.page_layout import Phase
 from polylane.diagnosis.report import Doing, HangReport
 from polylane.errors import WorkerHung
 from polylane.runtime.job import Job
-from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
 from polylane.runtime.progress.watch import HangWatch, OnHang
+from polylane.runtime.progress_page import ProgressMemory, ProgressWriter
 from polylane.runtime.workers.fork import WorkerContext, fork_workers
 from processes import children
 from training import batch_of, classify, compiled, mlp, sgd

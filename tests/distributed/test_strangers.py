@@ -23,7 +23,8 @@ import torch.distributed as dist
 import covering
 import processes
 from polylane.errors import PolylaneError, WorkerFailed
-from polylane.runtime.transport import c10d, plain_objects
+from polylane.runtime.plain_data import plain_objects
+from polylane.runtime.transport import c10d
 from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.workers import fork as launch
 from polylane.runtime.workers import spawn

@@ -24,7 +24,7 @@ from polylane.program import lower
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.pipeline import executor as worker
 from polylane.runtime.pipeline.executor import Executor
-from polylane.runtime.pipeline.step_result import StepState
+from polylane.runtime.step_result import StepState
 from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.training_role import TrainingRole
 from polylane.schedule.action import Action

@@ -11,7 +11,8 @@ from test_program_laws import Lowered, any_lowereds
 
 from polylane.plan.plan import Plan
 from polylane.plan.sync import SyncOptions
-from polylane.runtime.sync.zero.units import ShardUnit, build_all_units, cross_shard_group, shard_group
+from polylane.runtime.connections.shard_groups import cross_shard_group, shard_group
+from polylane.runtime.parameters.zero_units import ShardUnit, build_all_units
 from polylane.schedule.action import ActionKind
 
 

@@ -29,8 +29,8 @@ from polylane.compile.objectives import build_objectives
 from polylane.compile.sample_shares import Batch
 from polylane.graph.capture.open_dimensions import NotOpened, Opening
 from polylane.program.program import Program
-from polylane.runtime.batch_forms import MANY_FORMS
 from polylane.runtime.compile_cache import FORMS_KEPT, CompileCache
+from polylane.runtime.data.batch_forms import MANY_FORMS
 from polylane.runtime.job import Job
 from polylane.runtime.program_binder import CacheKey
 from training import batch_of, classify, mlp, sgd, workers
@@ -44,9 +44,9 @@ CHECKS = {
     "graph/python_state/captured_settings.py",  # what a script has changed of the model
     "graph/python_state/watched_values.py",
     "graph/operators/sample_lists.py",  # lists with an entry for each sample
-    "runtime/batch_checks.py",  # all workers have read the same
+    "runtime/data/batch_checks.py",  # all workers have read the same
     "runtime/data/read_digest.py",
-    "runtime/parameters/required_gradients.py",  # what was frozen or unfrozen
+    "runtime/sync/required_gradients.py",  # what was frozen or unfrozen
     "runtime/progress/script_calls.py",  # all ranks make the same call
     "runtime/stale_weights.py",  # what a script wrote into weights
 }

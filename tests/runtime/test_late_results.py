@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from polylane.runtime import batch_checks
-from polylane.runtime.batch_checks import SLOT, BatchChecks
-from polylane.runtime.pipeline.step_result import HEAD, StepResult
+from polylane.runtime.data import batch_checks
+from polylane.runtime.data.batch_checks import SLOT, BatchChecks
+from polylane.runtime.step_result import HEAD, StepResult
 
 
 class Sum:

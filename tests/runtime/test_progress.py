@@ -10,9 +10,9 @@ import torch
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import PeerLost, PolylaneError, WorkerHung
 from polylane.runtime.progress import script_calls
-from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
 from polylane.runtime.progress.page_reader import PageReader
 from polylane.runtime.progress.script_watch import watch_script
+from polylane.runtime.progress_page import ProgressMemory, ProgressWriter
 from polylane.runtime.workers.world import World
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), backend=None)

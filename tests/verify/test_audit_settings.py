@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polylane.runtime.transport.serialization import decode, encode
+from polylane.runtime.plain_data.serialization import decode, encode
 from polylane.verify.audit.audit_settings import AuditSettings
 
 Held = SimpleNamespace

@@ -15,8 +15,8 @@ from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PeerLost, PolylaneError, format_plural
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
-from polylane.runtime.transport import plain_objects as objects
-from polylane.runtime.transport.serialization import register_type
+from polylane.runtime.plain_data import plain_objects as objects
+from polylane.runtime.plain_data.serialization import register_type
 from polylane.runtime.workers.failure import Failure
 from polylane.runtime.workers.idle_cores import threads_of_idle_cores
 from polylane.runtime.workers.world import World
@@ -40,7 +40,7 @@ def compute_on_rank0(world: World, find: Callable[[], T]) -> T:
     Args:
         world: the process group of all workers, more than one.
         find: called on rank 0 alone; its result must be plain data, see
-            :mod:`polylane.runtime.transport.serialization`.
+            :mod:`polylane.runtime.plain_data.serialization`.
 
     Raises:
         PolylaneError: on every rank, where rank 0 raised it.

@@ -40,7 +40,7 @@ from polylane.graph.partition import Partition
 from polylane.graph.python_state.captured_settings import CapturedSettings
 from polylane.graph.python_state.side_effects import SideEffects
 from polylane.program.program import Program
-from polylane.runtime.batch_forms import BatchForms, capture_of_few, without_sizes
+from polylane.runtime.data.batch_forms import BatchForms, capture_of_few, without_sizes
 from polylane.runtime.program_binder import BoundProgram, CacheKey, ProgramBinder
 
 FORMS_KEPT = 32  # compiled graphs kept at once, least recently used evicted; those compiled ahead do not count

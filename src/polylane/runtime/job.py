@@ -23,15 +23,15 @@ from polylane.runtime.checkpoint.call_arguments import check_keep, parse_folder
 from polylane.runtime.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from polylane.runtime.checkpoint.resumed_choices import describe_choices
 from polylane.runtime.checkpoint.save import CheckpointSaver, Position
+from polylane.runtime.connections.connections import Connect
 from polylane.runtime.data import loader as data
 from polylane.runtime.data.stream_state import StreamState
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
-from polylane.runtime.pipeline.connections import Connect
-from polylane.runtime.pipeline.step_result import StepResult, merge_timelines
 from polylane.runtime.progress.script_calls import collective
 from polylane.runtime.server_role import ServingRole
 from polylane.runtime.start_line import describe_training
 from polylane.runtime.step_audit import StepAudit
+from polylane.runtime.step_result import StepResult, merge_timelines
 from polylane.runtime.training_role import TrainingRole
 from polylane.runtime.workers.close_at_exit import CloseAtExit
 from polylane.runtime.workers.world import World
@@ -365,7 +365,7 @@ class Job:
         Unlike :attr:`StepResult.timeline` it shows asynchronous replicas, too, and updates of dedicated servers.
 
         Args:
-            steps: number of steps, at most :data:`polylane.runtime.pipeline.step_result.STEPS_KEPT`.
+            steps: number of steps, at most :data:`polylane.runtime.step_result.STEPS_KEPT`.
         """
         return merge_timelines(self._role.gather(lambda: self._role.spans(steps)), self.plan.workers)
 

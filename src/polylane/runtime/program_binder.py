@@ -17,16 +17,16 @@ from polylane.graph.capture.questions.asked_draws import StepDraws
 from polylane.graph.partition import Partition
 from polylane.plan.lanes import stage_graph_of
 from polylane.program.program import Program
+from polylane.runtime.connections.connections import Connections
 from polylane.runtime.parameters.full_tensors import FullTensors
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.shared_buffers import stages_of_buffers
-from polylane.runtime.parameters.update import ObjectiveUpdate
 from polylane.runtime.parameters.weight_versions import WeightVersions
 from polylane.runtime.pipeline.asynchronous import AsynchronousExecutor, AsynchronousPipeline
 from polylane.runtime.pipeline.bind_program import bind_program, lower_programs
-from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.sync.compression.compressor import GradientCompressor
+from polylane.runtime.sync.objective_update import ObjectiveUpdate
 from polylane.samples.batch_division import check_open_sizes, refuse_coupled_samples
 from polylane.samples.batch_layout import hash_crossing_layouts
 from polylane.samples.leaf_effects import collect_effects

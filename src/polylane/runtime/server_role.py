@@ -29,15 +29,15 @@ from polylane.compile.sample_shares import Batch
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count
 from polylane.observe.timeline import Span
-from polylane.runtime.checkpoint.held_tensors import WorkerState
-from polylane.runtime.checkpoint.saved_state import SavedState
+from polylane.runtime.connections.byte_counters import AGREEMENT, OPERATORS, STAGES, STATISTICS
 from polylane.runtime.data import loader as data
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
-from polylane.runtime.pipeline.byte_counters import AGREEMENT, OPERATORS, STAGES, STATISTICS
-from polylane.runtime.pipeline.step_result import StepResult, align_clocks
 from polylane.runtime.span_clock import KnownSpan
 from polylane.runtime.stale_weights import allow_own_calls, track_server_weights
+from polylane.runtime.state.held_tensors import WorkerState
+from polylane.runtime.state.saved_state import SavedState
+from polylane.runtime.step_result import StepResult, align_clocks
 from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
 from polylane.runtime.sync.parameter_server.host import open_server_host
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from polylane.observe.timeline import Span
-from polylane.runtime.progress.page import UNWATCHED, Progress
+from polylane.runtime.progress_page import UNWATCHED, Progress
 from polylane.schedule.action import Action
 
 # An event's distance has the precision of a float32 of milliseconds: 8 us after two minutes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from polylane.runtime.pipeline.step_result import StepResult
+from polylane.runtime.step_result import StepResult
 
 
 class StepAudit(Protocol):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from polylane.graph.operators.sample_lists import SampleList
 from polylane.placement.redistribute import Axis
+from polylane.runtime.plain_data.serialization import decode, encode
 from polylane.runtime.span_clock import CollectiveWaits
 from polylane.runtime.transport.protocol import Transport
-from polylane.runtime.transport.serialization import decode, encode
 
 T = TypeVar("T")
 

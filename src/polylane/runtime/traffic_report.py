@@ -10,10 +10,10 @@ from polylane.graph.sparse_gradients import count_exchanged_rows
 from polylane.plan.sync import PowerSGDOptions
 from polylane.program.program import GradientBucket, Program
 from polylane.program.server_assignment import assign_parameters, server_rank
+from polylane.runtime.connections.byte_counters import AGREEMENT, ByteCounters
+from polylane.runtime.connections.connections import Connections
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.shards import ShardSpec
-from polylane.runtime.pipeline.byte_counters import AGREEMENT, ByteCounters
-from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.sync.gradient_sync import GradientSync
 from polylane.runtime.transport.protocol import TransportCounters
 

@@ -26,31 +26,31 @@ from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.sparse_gradients import densify
 from polylane.observe.timeline import Span
 from polylane.program.program import Program
-from polylane.runtime.batch_checks import BatchChecks
-from polylane.runtime.checkpoint.held_tensors import WorkerState
-from polylane.runtime.checkpoint.model_state import optimized_parts
-from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.checkpoint.training_state import WorkerTrainingState
 from polylane.runtime.compile_cache import CompileCache
+from polylane.runtime.connections.connections import Connect, open_connections, replica_ranks
 from polylane.runtime.data import loader as data
+from polylane.runtime.data.batch_checks import BatchChecks
 from polylane.runtime.data.read_trial import ReadTrials
 from polylane.runtime.parameters.full_tensors import FullTensors
 from polylane.runtime.parameters.local_model import LocalModel, plan_shard_units
-from polylane.runtime.parameters.required_gradients import RequiredGradients
-from polylane.runtime.parameters.update import trainers_of
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.bind_program import lower_ahead
-from polylane.runtime.pipeline.connections import Connect, open_connections, replica_ranks
 from polylane.runtime.pipeline.refused_values import blame_on_values
-from polylane.runtime.pipeline.step_result import STEPS_KEPT, StepResult, StepState, align_clocks, gather_result
 from polylane.runtime.program_binder import BoundProgram, ProgramBinder
 from polylane.runtime.span_clock import TimedSpan
 from polylane.runtime.stale_weights import allow_own_calls, track_stale_weights
+from polylane.runtime.state.held_tensors import WorkerState
+from polylane.runtime.state.model_state import optimized_parts
+from polylane.runtime.state.saved_state import SavedState
+from polylane.runtime.step_result import STEPS_KEPT, StepResult, StepState, align_clocks, gather_result
 from polylane.runtime.sync.gradient_sync import CollectiveCall, GradientSync, LocalOptimizer
 from polylane.runtime.sync.local_sgd import LocalSgd
+from polylane.runtime.sync.objective_update import trainers_of
 from polylane.runtime.sync.parameter_server.client import ParameterServerSync
 from polylane.runtime.sync.parameter_server.host import open_server_host
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
+from polylane.runtime.sync.required_gradients import RequiredGradients
 from polylane.runtime.traffic_report import count_traffic
 from polylane.runtime.transport import clock
 from polylane.runtime.transport.protocol import TransportCounters

@@ -17,9 +17,10 @@ from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.executor import Executor
-from polylane.runtime.pipeline.stage_code import StageHooks, extract_stage
+from polylane.runtime.pipeline.stage_code import extract_stage
 from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_node
-from polylane.runtime.pipeline.step_result import StepState
+from polylane.runtime.stage_hooks import StageHooks
+from polylane.runtime.step_result import StepState
 from polylane.schedule.action import Action, ActionKind
 from training import batch_of, classify, mlp, workers
 

@@ -23,8 +23,8 @@ from polylane.runtime.progress import host_board, host_watch, joint_watch
 from polylane.runtime.progress import watch as watch_module
 from polylane.runtime.progress.host_board import Board, Host, HostBoard
 from polylane.runtime.progress.joint_watch import JointWatch
-from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
 from polylane.runtime.progress.watch import OnHang
+from polylane.runtime.progress_page import ProgressMemory, ProgressWriter
 
 HOSTS = (Host("a", (0,)), Host("b", (1,)))
 BOUND = 0.6

@@ -12,10 +12,10 @@ import pytest
 
 from polylane.diagnosis import judgement
 from polylane.errors import CallsDiffer, PeerLost
-from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
 from polylane.runtime.progress.page_reader import PageReader
 from polylane.runtime.progress.script_calls import collective
 from polylane.runtime.progress.watch import HangWatch, OnHang
+from polylane.runtime.progress_page import ProgressMemory, ProgressWriter
 
 Script = Callable[["Worker"], None]
 

@@ -20,8 +20,8 @@ from polylane.auto import plan_broadcast
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Span
 from polylane.plan.plan import Plan
-from polylane.runtime.pipeline import step_result as result
-from polylane.runtime.transport.serialization import decode, encode, serializable
+from polylane.runtime import step_result as result
+from polylane.runtime.plain_data.serialization import decode, encode, serializable
 from polylane.schedule.action import Action, ActionKind
 
 assert plan_broadcast is not None and result is not None  # they say how plans and spans travel

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from polylane.runtime.transport.serialization import encode
+from polylane.runtime.plain_data.serialization import encode
 from polylane.runtime.workers.failure import Failure
 from polylane.runtime.workers.worker_pipe import FAILURE, MESSAGE, RESULT, WorkerPipe
 

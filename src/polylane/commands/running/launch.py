@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from polylane.diagnosis.report import HangReport
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
-    from polylane.runtime.progress.page import ProgressMemory
+    from polylane.runtime.progress_page import ProgressMemory
 
 
 class Reporter:
@@ -138,7 +138,7 @@ class _ForkedWorkers:
     def run(self, request: TrainRequest) -> TrainingOutcome:
         """Fork the workers, watch them, and return their outcome."""
         from polylane.commands.running.worker import run_forked_worker
-        from polylane.runtime.progress.page import ProgressMemory
+        from polylane.runtime.progress_page import ProgressMemory
         from polylane.runtime.workers.fork import fork_workers
 
         processes = self.prepared.plan.processes
@@ -170,7 +170,7 @@ class _SpawnedWorkers:
     def run(self, request: TrainRequest) -> TrainingOutcome:
         """Start the workers, and return their outcome."""
         from polylane.commands.running.worker import run_spawned_worker
-        from polylane.runtime.progress.page import ProgressMemory
+        from polylane.runtime.progress_page import ProgressMemory
         from polylane.runtime.workers.spawn import spawn_workers
 
         processes, is_seen = self._plan.processes, os.path.isdir("/proc/self/fd")

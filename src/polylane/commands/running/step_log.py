@@ -13,8 +13,8 @@ from typing import Any
 
 from polylane.observe.timeline import Timeline
 from polylane.runtime.job import Job
-from polylane.runtime.pipeline.step_result import StepResult
-from polylane.runtime.transport.serialization import serializable
+from polylane.runtime.plain_data.serialization import serializable
+from polylane.runtime.step_result import StepResult
 from polylane.verify.audit.audit_report import AuditReport
 
 Tell = Callable[[dict[str, Any]], None]

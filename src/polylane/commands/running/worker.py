@@ -21,7 +21,7 @@ from polylane.commands.running.training_loop import train
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.inspection.memory_prediction import with_predicted_memory
 from polylane.runtime.job import Job
-from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
+from polylane.runtime.progress_page import ProgressMemory, ProgressWriter
 from polylane.runtime.workers.fork import WorkerContext
 from polylane.runtime.workers.forked_child import end_forked_children
 from polylane.runtime.workers.out_of_memory import OutOfMemory, out_of_memory

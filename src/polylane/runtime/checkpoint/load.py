@@ -14,7 +14,7 @@ from polylane.checkpoint.store import name_another, open_checkpoint
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.resumed_choices import note_changed_choices
 from polylane.runtime.checkpoint.save import Gather, Position
-from polylane.runtime.transport.serialization import from_json
+from polylane.runtime.plain_data.serialization import from_json
 
 # Makes a worker's state that of a checkpoint: the number of steps, a reader of tensors, and the plain state.
 Restore = Callable[[int, CheckpointReader, Mapping[str, Any]], None]

@@ -28,9 +28,9 @@ from polylane.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, SavedTenso
 from polylane.checkpoint.read_tensors import DTYPE_NAMES
 from polylane.checkpoint.store import CheckpointStore
 from polylane.errors import PolylaneError
-from polylane.runtime.checkpoint.held_tensors import WorkerState
 from polylane.runtime.checkpoint.snapshot import ShardToWrite, SnapshotWriter, WrittenShards
-from polylane.runtime.transport.serialization import encode, serializable, to_json
+from polylane.runtime.plain_data.serialization import encode, serializable, to_json
+from polylane.runtime.state.held_tensors import WorkerState
 
 Gather = Callable[[Any], list[Any]]  # returns every process's plain value, by rank; a collective of all
 

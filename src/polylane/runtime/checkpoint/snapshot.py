@@ -27,10 +27,10 @@ from polylane.checkpoint.read_tensors import DTYPE_NAMES, view_piece
 from polylane.checkpoint.regions import LocalPiece
 from polylane.checkpoint.store import CheckpointStore
 from polylane.errors import PolylaneError
-from polylane.runtime.checkpoint.held_tensors import HeldTensor
 from polylane.runtime.nameless_file import open_nameless_file
 from polylane.runtime.progress.processes import read_state
-from polylane.runtime.python_process import start_module
+from polylane.runtime.state.held_tensors import HeldTensor
+from polylane.runtime.workers.python_process import start_module
 
 _ALIGN = 64
 _CHUNK = 4096  # bytes of an order that a pipe takes without waiting, once it says that it is ready (Linux's PIPE_BUF)

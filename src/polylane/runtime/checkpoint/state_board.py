@@ -27,10 +27,10 @@ from polylane.checkpoint.manifest import ITEM_BYTES
 from polylane.checkpoint.read_tensors import DTYPES, view_piece
 from polylane.checkpoint.regions import Rectangle
 from polylane.errors import PolylaneError
-from polylane.runtime.checkpoint.held_tensors import Region, WorkerState
 from polylane.runtime.checkpoint.save import Gather, WritableRectangle, assign_rectangles, cut_shards
 from polylane.runtime.checkpoint.snapshot import ShardToWrite
-from polylane.runtime.transport.serialization import encode, serializable
+from polylane.runtime.plain_data.serialization import encode, serializable
+from polylane.runtime.state.held_tensors import Region, WorkerState
 
 _ALIGN = 64
 _NONCE_BYTES = 16  # at the head of the memory: whoever reads them has opened the right one

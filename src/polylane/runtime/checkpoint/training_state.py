@@ -10,23 +10,23 @@ from typing import Any
 import torch
 
 from polylane.graph.python_state.random_generators import generator_states
-from polylane.runtime.checkpoint.held_tensors import WorkerState, whole_region
-from polylane.runtime.checkpoint.model_state import model_tensors, optimized_parts, speaks_for, state_dict_names
-from polylane.runtime.checkpoint.optimizer_attributes import collect_attributes, restore_attributes
-from polylane.runtime.checkpoint.optimizer_state import (
+from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.state.held_tensors import WorkerState, whole_region
+from polylane.runtime.state.model_state import model_tensors, optimized_parts, speaks_for, state_dict_names
+from polylane.runtime.state.optimizer_attributes import collect_attributes, restore_attributes
+from polylane.runtime.state.optimizer_state import (
     collect_counts,
     collect_optimizer,
     collect_options,
     restore_optimizer,
     restore_options,
 )
-from polylane.runtime.checkpoint.plain_values import numpy_state
-from polylane.runtime.checkpoint.python_state import collect_python_state, restore_python_state
-from polylane.runtime.checkpoint.saved_state import SavedState
-from polylane.runtime.parameters.local_model import LocalModel
-from polylane.runtime.parameters.required_gradients import RequiredGradients
-from polylane.runtime.parameters.update import ObjectiveUpdate
+from polylane.runtime.state.plain_values import numpy_state
+from polylane.runtime.state.python_state import collect_python_state, restore_python_state
+from polylane.runtime.state.saved_state import SavedState
 from polylane.runtime.sync.gradient_sync import GradientSync
+from polylane.runtime.sync.objective_update import ObjectiveUpdate
+from polylane.runtime.sync.required_gradients import RequiredGradients
 from polylane.runtime.workers.world import World
 
 

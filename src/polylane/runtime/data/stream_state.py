@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from polylane.graph.python_state.random_generators import States
-from polylane.runtime.checkpoint.held_tensors import WorkerState
-from polylane.runtime.checkpoint.plain_values import from_plain, numpy_state, to_plain
 from polylane.runtime.data.seeded_draws import SeededStream
+from polylane.runtime.state.held_tensors import WorkerState
+from polylane.runtime.state.plain_values import from_plain, numpy_state, to_plain
 
 
 def keeps_state(dataset: Any) -> bool:

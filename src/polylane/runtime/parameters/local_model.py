@@ -9,14 +9,15 @@ from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.program.program import Program
+from polylane.runtime.connections.connections import Connections, column_ranks
+from polylane.runtime.connections.shard_groups import shard_group
 from polylane.runtime.parameters import broadcast as weights
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.parameters.shards import ShardSpec
 from polylane.runtime.parameters.shared_buffers import SharedBuffers, stages_of_buffers
-from polylane.runtime.pipeline.connections import Connections, column_ranks
-from polylane.runtime.sync.zero.flat_shards import Shards, empty_storage, flat_buffer_of
-from polylane.runtime.sync.zero.units import WHOLE, ShardUnits, build_all_units, shard_group
+from polylane.runtime.parameters.zero_shards import Shards, empty_storage, flat_buffer_of
+from polylane.runtime.parameters.zero_units import WHOLE, ShardUnits, build_all_units
 from polylane.runtime.workers.world import World
 
 

@@ -18,9 +18,9 @@ from polylane.graph.graph import Node
 from polylane.graph.interpreter import GraphInterpreter
 from polylane.graph.sample_slice import SampleSlice
 from polylane.program.program import Program
-from polylane.runtime.pipeline.stage_code import StageHooks
 from polylane.runtime.pipeline.stage_runner import LiveMicrobatch, StageRunner
-from polylane.runtime.transport.serialization import serializable
+from polylane.runtime.plain_data.serialization import serializable
+from polylane.runtime.stage_hooks import StageHooks
 
 FaultPosition = tuple[int, int, int]  # step from 0, microbatch, stage: compares in the order in which faults occur
 

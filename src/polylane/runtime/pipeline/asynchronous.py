@@ -22,8 +22,8 @@ from polylane.program.program import Program
 from polylane.runtime.parameters.weight_versions import WeightVersions
 from polylane.runtime.pipeline.batch_tables import runs
 from polylane.runtime.pipeline.executor import Executor
-from polylane.runtime.pipeline.step_result import StepState
 from polylane.runtime.span_clock import TimedSpan
+from polylane.runtime.step_result import StepState
 from polylane.schedule.action import Action, ActionKind
 
 

@@ -20,18 +20,19 @@ from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation, unroll, without_replica_sync
 from polylane.program.program import GradientBucket, Program
 from polylane.runtime.compiled_regions import refuse_without_compiler
+from polylane.runtime.connections.connections import Connections
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.model_tensors import ModelTensors
+from polylane.runtime.parameters.zero_shards import Shards
 from polylane.runtime.pipeline.asynchronous import AsynchronousExecutor, AsynchronousPipeline
-from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.pipeline.running_statistics import RunningStatistics
-from polylane.runtime.pipeline.stage_code import LocalStageCode, StageHooks, extract_stage
+from polylane.runtime.pipeline.stage_code import LocalStageCode, extract_stage
 from polylane.runtime.pipeline.stage_runner import StageRunner
+from polylane.runtime.stage_hooks import StageHooks
 from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.sync.compression.compressor import GradientCompressor
-from polylane.runtime.sync.zero.flat_shards import Shards
-from polylane.runtime.sync.zero.stage_hooks import build_sharded_program
+from polylane.runtime.sync.zero.sharded_hooks import build_sharded_program
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.samples.batch_statistics import BatchStatistics
 from polylane.schedule.action import WEIGHT_PASSES, ActionKind

@@ -24,8 +24,8 @@ from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, ru
 from polylane.runtime.pipeline.running_statistics import Kept, RunningStatistics
 from polylane.runtime.pipeline.sample_witness import WitnessedCall, check_calls, gather_flat, is_witnessed
 from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_node
-from polylane.runtime.pipeline.step_result import PendingSend, SendKey, StepState
 from polylane.runtime.span_clock import Mark
+from polylane.runtime.step_result import PendingSend, SendKey, StepState
 from polylane.runtime.sync.all_reduce import AllReducer, launch_zeros
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.runtime.transport.protocol import Transport

@@ -25,8 +25,8 @@ from polylane.graph.sample_slice import SampleSlice
 from polylane.graph.sparse_gradients import densify
 from polylane.graph.symbolic_sizes import batch_dimension
 from polylane.program.program import Program
+from polylane.runtime.plain_data.serialization import decode, encode
 from polylane.runtime.transport.protocol import Transport
-from polylane.runtime.transport.serialization import decode, encode
 from polylane.samples.batch_division import suggest_no_per_sample
 from polylane.samples.python_passes import (
     PythonCall,

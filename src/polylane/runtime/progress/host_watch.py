@@ -32,9 +32,9 @@ from polylane.errors import CallsDiffer, WorkerHung
 from polylane.output import open_output, put_work_first, say_at_once
 from polylane.runtime.progress.host_board import Board, Host
 from polylane.runtime.progress.joint_watch import JointWatch
-from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
 from polylane.runtime.progress.processes import read_state
 from polylane.runtime.progress.watch import LOOK_SECONDS, HangWatch, OnHang
+from polylane.runtime.progress_page import ProgressMemory, ProgressWriter
 from polylane.runtime.workers.stop_request import STOP_SIGNALS
 
 if TYPE_CHECKING:  # the watch of a script starts anew, without torch

@@ -26,8 +26,8 @@ from polylane.errors import clean_sentence
 from polylane.output import say_at_once
 from polylane.runtime.progress.host_board import Board, Heard, HostBoard
 from polylane.runtime.progress.observer import SeenWorker, name_hang
-from polylane.runtime.progress.page import ProgressMemory
 from polylane.runtime.progress.watch import HangWatch, OnHang
+from polylane.runtime.progress_page import ProgressMemory
 
 STALL_SECONDS = 2.0  # without progress after which a host says what its workers do
 FRESH_SECONDS = 3.0  # a post that is older says nothing of its host's workers

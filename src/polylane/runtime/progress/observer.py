@@ -21,9 +21,9 @@ from polylane.diagnosis.stacks import (
     is_at_breakpoint,
 )
 from polylane.observe.timeline import Span, Timeline
-from polylane.runtime.progress.page import ProgressMemory
 from polylane.runtime.progress.page_reader import PageNotes, PageReader
 from polylane.runtime.progress.processes import read_state
+from polylane.runtime.progress_page import ProgressMemory
 from polylane.schedule.action import Action
 
 PAUSE_SECONDS = 5.0  # a longer time between two looks: this process itself did not run

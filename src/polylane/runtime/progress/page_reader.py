@@ -31,8 +31,8 @@ from polylane.diagnosis.page_layout import (
     write_verdict,
 )
 from polylane.errors import WorkerHung
-from polylane.runtime.progress.page import ProgressMemory
 from polylane.runtime.progress.processes import read_stacks, request_stacks
+from polylane.runtime.progress_page import ProgressMemory
 from polylane.schedule.action import Action
 
 

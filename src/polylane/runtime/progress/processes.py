@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from polylane.runtime.progress.page import STACK_SIGNAL
+from polylane.runtime.progress_page import STACK_SIGNAL
 
 ANSWER_SECONDS = 1.0  # wait for a process to write its stacks
 MOST_BYTES = 20_000  # of one process's stacks that are kept

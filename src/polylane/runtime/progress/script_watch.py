@@ -21,8 +21,8 @@ from polylane.diagnosis.page_layout import Phase
 from polylane.errors import PolylaneError, format_value
 from polylane.output import guard_streams, put_work_first
 from polylane.runtime.progress.host_watch import HostWatch, identify_host, watch_host
-from polylane.runtime.progress.page import Progress
-from polylane.runtime.python_process import start_module
+from polylane.runtime.progress_page import Progress
+from polylane.runtime.workers.python_process import start_module
 
 if TYPE_CHECKING:
     from polylane.runtime.workers.world import World

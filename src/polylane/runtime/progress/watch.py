@@ -24,7 +24,7 @@ from polylane.diagnosis.report import Doing, HangReport, RankReport, describe_fi
 from polylane.errors import CallsDiffer, WorkerHung
 from polylane.output import say_at_once
 from polylane.runtime.progress.observer import Observer, SeenWorker, main_stack, name_hang
-from polylane.runtime.progress.page import ProgressMemory
+from polylane.runtime.progress_page import ProgressMemory
 
 OnHang = Literal["stop", "restart", "wait"]
 

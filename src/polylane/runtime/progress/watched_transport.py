@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polylane.diagnosis.page_layout import COUNTERS_WORD, WAIT_WORD, pack_wait
 from polylane.errors import PeerLost
-from polylane.runtime.progress.page import Progress, channel_name, group_name, open_lines
+from polylane.runtime.progress_page import Progress, channel_name, group_name, open_lines
 from polylane.runtime.transport.protocol import OperationsDiffer, PendingResult, PendingTransfer, Transport
 from polylane.runtime.workers.world import World
 

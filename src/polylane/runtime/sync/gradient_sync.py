@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from polylane.runtime.checkpoint.held_tensors import WorkerState
-from polylane.runtime.checkpoint.saved_state import SavedState
-from polylane.runtime.parameters.update import ObjectiveUpdate
+from polylane.runtime.plain_data.serialization import serializable
+from polylane.runtime.state.held_tensors import WorkerState
+from polylane.runtime.state.saved_state import SavedState
+from polylane.runtime.sync.objective_update import ObjectiveUpdate
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.transport.protocol import Transport, TransportCounters
-from polylane.runtime.transport.serialization import serializable
 
 
 @serializable

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from polylane.plan.sync import OuterOptimizer
-from polylane.runtime.checkpoint.held_tensors import WorkerState
-from polylane.runtime.checkpoint.model_state import optimized_parts
-from polylane.runtime.checkpoint.optimizer_state import OptimizedPart, collect_optimizer, restore_optimizer
-from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.parameters.local_model import LocalModel
-from polylane.runtime.parameters.update import ObjectiveUpdate
+from polylane.runtime.state.held_tensors import WorkerState
+from polylane.runtime.state.model_state import optimized_parts
+from polylane.runtime.state.optimizer_state import OptimizedPart, collect_optimizer, restore_optimizer
+from polylane.runtime.state.saved_state import SavedState
 from polylane.runtime.sync.gradient_sync import GradientSync
+from polylane.runtime.sync.objective_update import ObjectiveUpdate
 from polylane.runtime.sync.replica_mean import average_over_replicas, averaged_buffers, copy_values, restore_values
 
 # Upper bound on steps in flight, however rarely replicas synchronize: a step's loss is known that many steps later.

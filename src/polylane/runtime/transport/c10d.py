@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polylane.errors import PeerLost
-from polylane.runtime.transport import plain_objects as objects
+from polylane.runtime.plain_data import plain_objects as objects
 from polylane.runtime.transport import protocol
 from polylane.runtime.transport.protocol import Deferred, FinishedTransfer, PendingResult, PendingTransfer, R
 from polylane.runtime.workers.failure import looks_like_peer_loss

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from polylane.errors import PeerLost
-from polylane.runtime.transport.serialization import decode, encode
+from polylane.runtime.plain_data.serialization import decode, encode
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between polls for another worker's value; backs off
 _LEFT = "polylane/left"

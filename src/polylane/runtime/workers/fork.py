@@ -39,7 +39,7 @@ import torch.distributed as dist
 from polylane.errors import PolylaneError
 from polylane.graph.python_state.autograd_engine import start_autograd_engine
 from polylane.output import say_at_once
-from polylane.runtime.transport.serialization import encode
+from polylane.runtime.plain_data.serialization import encode
 from polylane.runtime.workers.failure import Failure, find_root_cause
 from polylane.runtime.workers.file_store import FileStore, MeetingPlace
 from polylane.runtime.workers.forked_child import end_forked_children

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from polylane.runtime.transport.serialization import decode
+from polylane.runtime.plain_data.serialization import decode
 from polylane.runtime.workers.failure import Failure
 
 T = TypeVar("T")

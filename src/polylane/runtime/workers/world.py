@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from polylane.errors import PolylaneError
-from polylane.runtime.progress.page import UNWATCHED, Progress
-from polylane.runtime.transport import plain_objects as objects
+from polylane.runtime.plain_data import plain_objects as objects
+from polylane.runtime.progress_page import UNWATCHED, Progress
 from polylane.runtime.workers.attempt import name_attempt
 from polylane.runtime.workers.file_store import FileStore
 from polylane.runtime.workers.stop_request import StopRequest

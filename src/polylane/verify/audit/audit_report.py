@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polylane.errors import format_plural
-from polylane.runtime.transport.serialization import serializable
+from polylane.runtime.plain_data.serialization import serializable
 
 
 @serializable

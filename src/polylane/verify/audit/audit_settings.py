@@ -26,7 +26,7 @@ from polylane.graph.python_state.own_objects import MISSING, PLAIN, is_array, re
 from polylane.graph.python_state.side_effects import SideEffects
 from polylane.graph.python_state.state import PythonName
 from polylane.graph.python_state.watched_values import WatchList
-from polylane.runtime.transport.serialization import encode
+from polylane.runtime.plain_data.serialization import encode
 
 # The environment by which a data set or a model may find out which worker it is in.
 RANK_VARIABLES = (

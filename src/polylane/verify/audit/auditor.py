@@ -35,7 +35,7 @@ from polylane.graph.batch import flatten
 from polylane.parent_death import die_with_parent
 from polylane.runtime.checkpoint.state_board import BoardReader, BoardRecord
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
-from polylane.runtime.transport.serialization import decode, encode, serializable
+from polylane.runtime.plain_data.serialization import decode, encode, serializable
 from polylane.verify.audit.audit_settings import RANK_VARIABLES, watch_settings
 from polylane.verify.audit.step_replay import StepReplay, StepVerdict
 

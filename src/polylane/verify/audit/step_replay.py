@@ -22,15 +22,15 @@ from torch import Tensor
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.graph.python_state.random_generators import restore_generators
 from polylane.graph.sparse_gradients import densify
-from polylane.runtime.checkpoint.held_tensors import whole_region
-from polylane.runtime.checkpoint.model_state import PREFIX
-from polylane.runtime.checkpoint.optimizer_attributes import restore_attributes
-from polylane.runtime.checkpoint.optimizer_state import OptimizedPart, restore_optimizer, restore_options
-from polylane.runtime.checkpoint.plain_values import numpy_state
-from polylane.runtime.checkpoint.python_state import restore_python_state
 from polylane.runtime.checkpoint.state_board import BoardReader
 from polylane.runtime.parameters.optimizer import set_optimizer_mode
-from polylane.runtime.transport.serialization import serializable
+from polylane.runtime.plain_data.serialization import serializable
+from polylane.runtime.state.held_tensors import whole_region
+from polylane.runtime.state.model_state import PREFIX
+from polylane.runtime.state.optimizer_attributes import restore_attributes
+from polylane.runtime.state.optimizer_state import OptimizedPart, restore_optimizer, restore_options
+from polylane.runtime.state.plain_values import numpy_state
+from polylane.runtime.state.python_state import restore_python_state
 from polylane.verify.first_difference import describe_later_difference
 from polylane.verify.judgement import Judgement, judge_differences
 from polylane.verify.local_sgd_reference import ReferenceReplica, ReplicaAverage

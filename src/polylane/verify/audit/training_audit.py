@@ -31,8 +31,8 @@ from polylane.graph.operators.sample_lists import ungroup_samples
 from polylane.runtime.checkpoint.save import Position
 from polylane.runtime.checkpoint.state_board import BoardRecord, StateBoard, StateRefused
 from polylane.runtime.job import Job
-from polylane.runtime.pipeline.step_result import StepResult
-from polylane.runtime.transport.serialization import encode, serializable
+from polylane.runtime.plain_data.serialization import encode, serializable
+from polylane.runtime.step_result import StepResult
 from polylane.runtime.workers.world import affine_cores
 from polylane.verify.audit.audit_report import AuditReport
 from polylane.verify.audit.audit_settings import watch_settings

@@ -12,7 +12,7 @@ from torch import Tensor
 from polylane.checkpoint.manifest import Manifest, read_manifest
 from polylane.checkpoint.read_tensors import CheckpointReader
 from polylane.graph.rounding_noise import max_difference, max_magnitude
-from polylane.runtime.transport.serialization import from_json
+from polylane.runtime.plain_data.serialization import from_json
 from polylane.verify.rounding_floor import divide_by_scale
 
 _MODEL, _OPTIMIZER = "model/", "optimizer/"

@@ -13,7 +13,8 @@ from polylane.compile.optimizer_parts import OptimizerPart, find_unshardable, re
 from polylane.errors import PolylaneError
 from polylane.optim import LAMB
 from polylane.plan.plan import Plan
-from polylane.runtime.sync.zero.units import ShardUnit, cross_shard_group, shard_group
+from polylane.runtime.connections.shard_groups import cross_shard_group, shard_group
+from polylane.runtime.parameters.zero_units import ShardUnit
 
 
 def plan(*meshes: dict[str, int], **sync: Any) -> Plan:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polylane.runtime.checkpoint.held_tensors import WorkerState
-from polylane.runtime.checkpoint.model_state import parameter_region
-from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.state.held_tensors import WorkerState
+from polylane.runtime.state.model_state import parameter_region
+from polylane.runtime.state.saved_state import SavedState
 from polylane.runtime.sync.flat_packing import flatten_tensors, split_views
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 

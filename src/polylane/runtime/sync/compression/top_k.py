@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from polylane.cost.network.sync_volume import count_top_k_entries
-from polylane.runtime.checkpoint.held_tensors import WorkerState
-from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.state.held_tensors import WorkerState
+from polylane.runtime.state.saved_state import SavedState
 from polylane.runtime.sync.compression import compressor
 from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.transport.protocol import PendingTransfer, Transport

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from polylane.compile.optimizer_sequence import optimizers_in
-from polylane.runtime.checkpoint.held_tensors import WorkerState
-from polylane.runtime.checkpoint.saved_state import SavedState
+from polylane.runtime.connections.connections import replica_ranks
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.optimizer import step_scheduler
-from polylane.runtime.parameters.update import ObjectiveUpdate
-from polylane.runtime.pipeline.connections import replica_ranks
 from polylane.runtime.span_clock import CollectiveWaits
+from polylane.runtime.state.held_tensors import WorkerState
+from polylane.runtime.state.saved_state import SavedState
 from polylane.runtime.sync.flat_packing import FlatPacking
 from polylane.runtime.sync.gradient_sync import CollectiveCall, GradientSync, LocalOptimizer
+from polylane.runtime.sync.objective_update import ObjectiveUpdate
 from polylane.runtime.sync.parameter_server.host import ServerHost
 from polylane.runtime.sync.parameter_server.messages import CPU, Channel, MessageHead, MessageKind
 from polylane.runtime.sync.parameter_server.packing import ServerShard

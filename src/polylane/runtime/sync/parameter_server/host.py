@@ -17,9 +17,10 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters
 from polylane.errors import PeerLost
 from polylane.program.server_assignment import assign_parameters, server_rank
-from polylane.runtime.checkpoint.held_tensors import WorkerState
-from polylane.runtime.checkpoint.saved_state import SavedState
-from polylane.runtime.progress.page import UNWATCHED, Progress
+from polylane.runtime.plain_data.serialization import decode, encode
+from polylane.runtime.progress_page import UNWATCHED, Progress
+from polylane.runtime.state.held_tensors import WorkerState
+from polylane.runtime.state.saved_state import SavedState
 from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
 from polylane.runtime.sync.parameter_server.messages import Channel, RemoteChannel, open_local_channel
 from polylane.runtime.sync.parameter_server.packing import ServerShard, plan_server_shards
@@ -28,7 +29,6 @@ from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.sync.parameter_server.weights import build_weights
 from polylane.runtime.transport import c10d, clock
 from polylane.runtime.transport.protocol import PendingTransfer, Transport, TransportCounters
-from polylane.runtime.transport.serialization import decode, encode
 from polylane.runtime.workers.failure import is_peer_loss
 from polylane.runtime.workers.world import World
 

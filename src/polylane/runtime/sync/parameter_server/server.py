@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from polylane.observe.timeline import Span
-from polylane.runtime.checkpoint.held_tensors import WorkerState
-from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.parameters.shards import ShardSpec
+from polylane.runtime.state.held_tensors import WorkerState
+from polylane.runtime.state.saved_state import SavedState
 from polylane.runtime.sync.flat_packing import FlatPacking
 from polylane.runtime.sync.parameter_server.messages import CPU, Channel, MessageHead, MessageKind, Sizes
 from polylane.runtime.sync.parameter_server.packing import ServerShard

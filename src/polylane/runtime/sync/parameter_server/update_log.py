@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from polylane.runtime.transport.serialization import serializable
+from polylane.runtime.plain_data.serialization import serializable
 
 ALL = -1
 

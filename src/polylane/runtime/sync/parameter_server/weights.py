@@ -12,20 +12,20 @@ from torch import Tensor, nn
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective, build_scheduler, named_parameters
 from polylane.errors import PolylaneError
-from polylane.runtime.checkpoint.held_tensors import WorkerState, whole_region
-from polylane.runtime.checkpoint.model_state import PREFIX as MODEL_PREFIX
-from polylane.runtime.checkpoint.optimizer_attributes import collect_attributes, restore_attributes
-from polylane.runtime.checkpoint.optimizer_state import (
+from polylane.runtime.parameters import optimizer as optimizer
+from polylane.runtime.parameters.optimizer import GradientClipper, SumOverMesh
+from polylane.runtime.plain_data.serialization import decode, encode
+from polylane.runtime.state.held_tensors import WorkerState, whole_region
+from polylane.runtime.state.model_state import PREFIX as MODEL_PREFIX
+from polylane.runtime.state.optimizer_attributes import collect_attributes, restore_attributes
+from polylane.runtime.state.optimizer_state import (
     OptimizedPart,
     collect_counts,
     collect_optimizer,
     restore_optimizer,
     restore_options,
 )
-from polylane.runtime.checkpoint.saved_state import SavedState
-from polylane.runtime.parameters import optimizer as optimizer
-from polylane.runtime.parameters.optimizer import GradientClipper, SumOverMesh
-from polylane.runtime.transport.serialization import decode, encode
+from polylane.runtime.state.saved_state import SavedState
 
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.runtime.pipeline.stage_code import StageHooks, WatchedCall
+from polylane.runtime.parameters.zero_shards import FlatBuffer, Shards
 from polylane.runtime.span_clock import CollectiveWaits
-from polylane.runtime.sync.zero.flat_shards import FlatBuffer, Shards
+from polylane.runtime.stage_hooks import StageHooks, WatchedCall
 from polylane.runtime.transport.protocol import PendingTransfer
 
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from polylane.program.program import GradientBucket
+from polylane.runtime.parameters.zero_shards import FlatBuffer, Shards
 from polylane.runtime.span_clock import CollectiveWaits, Mark
 from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.sync.bucket_launcher import BucketLauncher
 from polylane.runtime.sync.flat_packing import flatten_tensors
 from polylane.runtime.sync.zero.all_gather_passes import GatheredPasses
-from polylane.runtime.sync.zero.flat_shards import FlatBuffer, Shards
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 from polylane.runtime.transport.staged import HostStaging
 

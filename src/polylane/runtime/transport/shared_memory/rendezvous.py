@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from polylane.errors import PolylaneError
-from polylane.runtime.transport.serialization import serializable
+from polylane.runtime.plain_data.serialization import serializable
 from polylane.runtime.transport.shared_memory.blocks import max_block_bytes
 from polylane.runtime.transport.shared_memory.hub import MessageHub
 from polylane.runtime.workers.world import TIMEOUT, World, affine_cores

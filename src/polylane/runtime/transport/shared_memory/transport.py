@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polylane.runtime.plain_data.serialization import decode, encode
 from polylane.runtime.transport import protocol
 from polylane.runtime.transport.protocol import Deferred, FinishedTransfer, PendingResult, PendingTransfer
-from polylane.runtime.transport.serialization import decode, encode
 from polylane.runtime.transport.shared_memory import message as messages
 from polylane.runtime.transport.shared_memory.hub import MessageHub
 from polylane.runtime.transport.shared_memory.message import Message

@@ -14,6 +14,8 @@ from polylane.compile.objectives import build_scheduler, named_parameters, needs
 from polylane.errors import PolylaneError
 from polylane.optim.trust import set_sum_over_holders
 from polylane.plan.plan import Plan
+from polylane.runtime.connections.byte_counters import NORMS
+from polylane.runtime.connections.connections import replica_ranks
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.optimizer import (
     GradientClipper,
@@ -23,11 +25,9 @@ from polylane.runtime.parameters.optimizer import (
     step_optimizer,
     step_scheduler,
 )
-from polylane.runtime.pipeline.byte_counters import NORMS
-from polylane.runtime.pipeline.connections import replica_ranks
+from polylane.runtime.parameters.zero_shards import Shards
 from polylane.runtime.sync.compression.choose import choose_compressor
 from polylane.runtime.sync.compression.compressor import GradientCompressor
-from polylane.runtime.sync.zero.flat_shards import Shards
 
 
 @dataclass

@@ -9,7 +9,7 @@ parameter is: cut as it, and by each worker for its own. What belongs to none is
     self.base.noise            attribute/loss/base/noise                 of an optimizer inside, a generator
 
 The path of a list or mapping has its kind and keys, so that what an optimizer makes in its first step is made again.
-Numbers and texts that are attributes themselves are options (:mod:`polylane.runtime.checkpoint.optimizer_state`).
+Numbers and texts that are attributes themselves are options (:mod:`polylane.runtime.state.optimizer_state`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor
 from polylane.compile.optimizer_parts import find_tensors, own_attributes
 from polylane.compile.optimizer_sequence import optimizers_in
 from polylane.errors import PolylaneError
-from polylane.runtime.checkpoint.held_tensors import WorkerState, whole_region
-from polylane.runtime.checkpoint.optimizer_state import (
+from polylane.runtime.state.held_tensors import WorkerState, whole_region
+from polylane.runtime.state.optimizer_state import (
     Fill,
     OptimizedPart,
     find_variant,
@@ -35,7 +35,7 @@ from polylane.runtime.checkpoint.optimizer_state import (
     join_state,
     split_state,
 )
-from polylane.runtime.checkpoint.plain_values import SCALARS, from_plain, to_plain
+from polylane.runtime.state.plain_values import SCALARS, from_plain, to_plain
 
 _SEQUENCES = (list, tuple, deque)
 _SEQUENCES_BY_NAME: dict[str, Any] = {kind.__name__: kind for kind in _SEQUENCES}

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from polylane.compile.optimizer_parts import OptimizerPart, replace_parameters
-from polylane.runtime.sync.zero.units import ShardUnit
+from polylane.runtime.parameters.zero_units import ShardUnit
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 
 AHEAD = 2  # units whose all-gather after an update is pending at once: bounds the memory of full buffers

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-from polylane.runtime.checkpoint.held_tensors import HeldTensor, Region, whole_region
-from polylane.runtime.checkpoint.optimizer_state import OptimizedPart
 from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.state.held_tensors import HeldTensor, Region, whole_region
+from polylane.runtime.state.optimizer_state import OptimizedPart
 
 PREFIX = "model/"
 

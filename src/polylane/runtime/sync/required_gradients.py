@@ -16,8 +16,8 @@ from torch import Tensor
 
 from polylane.errors import PolylaneError
 from polylane.runtime.parameters.local_model import LocalModel
-from polylane.runtime.parameters.update import ObjectiveUpdate
-from polylane.runtime.pipeline.step_result import StepResult
+from polylane.runtime.step_result import StepResult
+from polylane.runtime.sync.objective_update import ObjectiveUpdate
 
 
 class RequiredGradients:

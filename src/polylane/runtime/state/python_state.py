@@ -16,8 +16,8 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.errors import PolylaneError
 from polylane.graph.python_state.own_objects import MISSING
 from polylane.graph.python_state.state import PythonName
-from polylane.runtime.checkpoint.plain_values import SCALARS, from_plain, to_plain
 from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.state.plain_values import SCALARS, from_plain, to_plain
 from polylane.samples.leaf_effects import collect_effects
 
 

@@ -21,10 +21,10 @@ from polylane.plan.plan import Plan
 from polylane.program.check import list_channels
 from polylane.program.lower import possible_groups
 from polylane.program.program import Program
-from polylane.runtime.pipeline.byte_counters import AGREEMENT, OPERATORS, STATISTICS
+from polylane.runtime.connections.byte_counters import AGREEMENT, OPERATORS, STATISTICS
+from polylane.runtime.connections.shard_groups import all_shard_groups, shard_group
 from polylane.runtime.progress.watched_transport import watch_transports
 from polylane.runtime.span_clock import CollectiveWaits, clock_of_device
-from polylane.runtime.sync.zero.units import all_shard_groups, shard_group
 from polylane.runtime.tensor_parallel import TransportAxis, WorkerMesh
 from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.transport.protocol import Transport

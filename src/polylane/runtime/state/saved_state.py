@@ -20,7 +20,7 @@ from polylane.checkpoint.read_tensors import CheckpointReader
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
 from polylane.plan.plan_file import dump
-from polylane.runtime.checkpoint.held_tensors import HeldTensor, Region
+from polylane.runtime.state.held_tensors import HeldTensor, Region
 
 
 class SavedState:

@@ -20,9 +20,9 @@ from polylane.program.program import Program
 from polylane.runtime.pipeline.batch_tables import BatchTables
 from polylane.runtime.pipeline.running_statistics import Kept
 from polylane.runtime.pipeline.sample_witness import WitnessedCall
+from polylane.runtime.plain_data.serialization import serializable
 from polylane.runtime.span_clock import TimedSpan
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
-from polylane.runtime.transport.serialization import serializable
 from polylane.schedule.action import Action, ActionKind
 
 HEAD = 3  # numbers of a step before its digests

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polylane.errors import PolylaneError
-from polylane.runtime.transport.serialization import decode, encode
+from polylane.runtime.plain_data.serialization import decode, encode
 
 LONGEST = 1 << 40  # upper bound on bytes of an encoded value; a longer announced length is not from a worker
 INTRODUCTION = timedelta(seconds=60)  # timeout of the authentication of a new group, whose members just connected

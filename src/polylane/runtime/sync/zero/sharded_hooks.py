@@ -11,12 +11,12 @@ from torch import Tensor, fx, nn
 
 from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
-from polylane.runtime.pipeline.stage_code import StageHooks
+from polylane.runtime.connections.shard_groups import cross_shard_group
+from polylane.runtime.parameters.zero_shards import Shards
 from polylane.runtime.span_clock import CollectiveWaits
+from polylane.runtime.stage_hooks import StageHooks
 from polylane.runtime.sync.zero.all_gather_passes import GatheredPasses
-from polylane.runtime.sync.zero.flat_shards import Shards
 from polylane.runtime.sync.zero.reduce_scatter import BucketShard, ReduceScatterer
-from polylane.runtime.sync.zero.units import cross_shard_group
 from polylane.runtime.transport.protocol import Transport
 
 

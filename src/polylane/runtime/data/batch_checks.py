@@ -29,8 +29,8 @@ from polylane.errors import PolylaneError
 from polylane.graph.batch import batch_signature
 from polylane.program.program import Program
 from polylane.runtime.data.read_digest import MASK, digest_leaves
-from polylane.runtime.parameters.update import ObjectiveUpdate
-from polylane.runtime.pipeline.step_result import Digests, StepResult
+from polylane.runtime.step_result import Digests, StepResult
+from polylane.runtime.sync.objective_update import ObjectiveUpdate
 from polylane.runtime.transport.protocol import Transport
 
 # Numbers of a worker, each below 2^53: digests of the read order, of the contents and of the options, the version of

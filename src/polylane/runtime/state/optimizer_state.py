@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from polylane.compile.optimizer_parts import BASE_ATTRIBUTES, find_tensors, own_attributes
 from polylane.compile.optimizer_sequence import optimizers_in, schedulers_in
 from polylane.errors import PolylaneError
-from polylane.runtime.checkpoint.held_tensors import Region, WorkerState, whole_region
-from polylane.runtime.checkpoint.plain_values import SCALARS, TENSOR, from_plain, to_plain
+from polylane.runtime.state.held_tensors import Region, WorkerState, whole_region
+from polylane.runtime.state.plain_values import SCALARS, TENSOR, from_plain, to_plain
 
 _GROUP_NAMES = ("params", "param_names")  # options of a group that are its parameters, which have their own states
 

@@ -1,0 +1,1 @@
+"""Connections: the channels and process groups of a plan, and the bytes that cross them."""

@@ -1,0 +1,1 @@
+"""State: what a worker holds of a training, by global names: weights, optimizer state, Python state, plain values."""
