@@ -156,7 +156,7 @@ gpu: $(if $(filter no,$(INSTALL)),,$(INSTALLED))
 # Two hundred faults at random moments of trainings, by nine plans, over both transports, under both launchers: hours on
 # a busy machine of two cores. Others: `make chaos FAULTS=40 ARGS="--seed 8 --only kill"`.
 chaos: $(INSTALLED)
-	@$(BIN)/polylane chaos tests/small_network.py $(addprefix --plan ,$(CHAOS_PLANS)) --batch 16 $(LAUNCHERS) --seed 7 --faults $(FAULTS) $(ARGS)
+	@PYTHONPATH=tests $(BIN)/python -m chaos tests/small_network.py $(addprefix --plan ,$(CHAOS_PLANS)) --batch 16 $(LAUNCHERS) --seed 7 --faults $(FAULTS) $(ARGS)
 
 # Everything that is made; the virtual environment too.
 clean:

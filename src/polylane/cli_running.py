@@ -1,4 +1,4 @@
-"""Commands of the command line that run a training, and tell what became of it: train, export, why, chaos."""
+"""Commands of the command line that run a training, and tell what became of it: train, export, why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from polylane import cli_options as options
 from polylane.cli_options import Batch, ClipNorm, Json, Plan, Recipe, Seed, Set
 from polylane.commands.learning_rates import LearningRateOptions
 from polylane.commands.requests import (
-    ChaosRequest,
     ExportRequest,
     SavingOptions,
     TrainRequest,
@@ -25,7 +24,7 @@ from polylane.runtime.workers.stop_request import GRACE
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     # Registered here and not by decorators: the application is in cli.py, which imports this module.
-    for command in (train, export, why, chaos):
+    for command in (train, export, why):
         app.command()(command)
 
 
@@ -137,76 +136,3 @@ def why(
     from polylane.commands import why as command
 
     command.run(WhyRequest(run=run, svg=svg, html=html, json=json))
-
-
-ChaosPlans = Annotated[list[str], typer.Option("--plan", metavar="SPEC", help="A plan, as of train. Repeatable.")]
-ChaosMinutes = Annotated[float | None, typer.Option("--minutes", metavar="M", min=0, help="Try faults so long.")]
-ChaosFaults = Annotated[int | None, typer.Option("--faults", metavar="N", min=1, help="Try so many faults.")]
-ChaosOnly = Annotated[
-    list[str] | None, typer.Option("--only", metavar="FAULT", help="Faults to try. Repeatable. Default: all.")
-]
-ChaosTransports = Annotated[
-    list[str] | None,
-    typer.Option("--transport", metavar="NAME", help="shared_memory or gloo. Repeatable. Default: both."),
-]
-ChaosLaunchers = Annotated[
-    list[str] | None,
-    typer.Option("--launcher", metavar="NAME", help="own or torchrun: who starts workers. Repeatable. Default: own."),
-]
-ChaosSteps = Annotated[int, typer.Option("--steps", metavar="S", min=1, help="Optimizer steps of every training.")]
-ChaosInterval = Annotated[int, typer.Option("--save-every", metavar="S", min=1, help="Steps between two checkpoints.")]
-ChaosHang = Annotated[
-    float, typer.Option("--hang-after", metavar="SECONDS", min=0.1, help="No progress for this long is a hang.")
-]
-
-
-def chaos(
-    recipe: Recipe,
-    plan: ChaosPlans,
-    minutes: ChaosMinutes = None,
-    faults: ChaosFaults = None,
-    only: ChaosOnly = None,
-    transport: ChaosTransports = None,
-    launcher: ChaosLaunchers = None,
-    batch: Batch = 64,
-    steps: ChaosSteps = 60,
-    save_every: ChaosInterval = 10,
-    hang_after: ChaosHang = 3.0,
-    seed: Seed = 0,
-    set_: Set = None,
-    clip_norm: ClipNorm = None,
-    json: Json = False,
-) -> None:
-    """Try faults on trainings of a recipe: each must be named, be recovered from, and change no number.
-
-    Kills, stops, freezes, crashes of workers, exceptions of the recipe's code, a full disk or stdout, damaged
-    checkpoints, a closed terminal, files and processes that the system refuses, and a dead link between two hosts (as
-    root, with --launcher torchrun), at moments that the seed draws. Every training is held against the unbroken one,
-    bit for bit. Without --minutes and --faults one of each kind. Exit code 1 where a law was broken; the files of such
-    trials are kept.
-
-    \b
-    Example:
-      polylane chaos examples/digits.py --plan data=2 --plan pipeline=2 --seed 7 --minutes 5
-    """
-    from polylane.commands.chaos import campaign as command
-
-    request = ChaosRequest(
-        recipe=recipe,
-        batch=batch,
-        settings=tuple(set_ or ()),
-        seed=seed,
-        json=json,
-        plans=tuple(plan),
-        transports=tuple(transport or ()),
-        launchers=tuple(launcher or ()),
-        only=tuple(only or ()),
-        minutes=minutes,
-        faults=faults,
-        steps=steps,
-        save_every=save_every,
-        hang_after=hang_after,
-        clip_norm=clip_norm,
-    )
-    if not command.run(request):
-        raise typer.Exit(1)

@@ -21,14 +21,14 @@ import torch
 from safetensors.torch import save_file
 
 import processes
+from chaos import campaign
+from chaos.control_groups import FREEZER, PIDS, can_hold
+from chaos.faults import Course, Fault, FaultKind, FaultLog, draw_fault, draw_pairs
+from chaos.launches import Ending
+from chaos.laws import judge_trial
+from chaos.trials import FaultTrial, LinkKeeper, Unbroken
+from chaos.two_hosts import TwoHosts
 from commands_run import run, start
-from polylane.commands.chaos import campaign
-from polylane.commands.chaos.control_groups import FREEZER, PIDS, can_hold
-from polylane.commands.chaos.faults import Course, Fault, FaultKind, FaultLog, draw_fault, draw_pairs
-from polylane.commands.chaos.launches import Ending
-from polylane.commands.chaos.laws import judge_trial
-from polylane.commands.chaos.trials import FaultTrial, LinkKeeper, Unbroken
-from polylane.commands.chaos.two_hosts import TwoHosts
 from polylane.plan.spec import Spec, parse
 
 RECIPE = Path(__file__).parents[1] / "small_network.py"
@@ -43,7 +43,7 @@ COURSE = Course("data=2", "shared_memory", "own")
 
 
 def chaos(*words: str, seconds: float = 120) -> dict[str, object]:
-    ended = run([sys.executable, "-m", "polylane", "chaos", str(RECIPE), "--json", *SHORT, *words], seconds)
+    ended = run([sys.executable, "-m", "chaos", str(RECIPE), "--json", *SHORT, *words], seconds)
     assert ended.stdout, ended.stderr
     told: dict[str, object] = json.loads(ended.stdout)
     assert (ended.returncode == 0) == (told["broken"] == 0)
@@ -91,9 +91,9 @@ def test_a_dead_link_changes_nothing() -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_what_was_started(number: signal.Signals, code: int, tmp_path: Path) -> None:
     """The table of the faults so far is printed, and no file and no process is left."""
-    words = ["chaos", str(RECIPE), *SHORT, "--plan", "data=2", "--launcher", "torchrun", "--only", "kill"]
+    words = [str(RECIPE), *SHORT, "--plan", "data=2", "--launcher", "torchrun", "--only", "kill"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    process = start([sys.executable, "-m", "polylane", *words, "--faults", "9"], env=environment)
+    process = start([sys.executable, "-m", "chaos", *words, "--faults", "9"], env=environment)
     try:
         assert process.stdout is not None and "kill, rank" in process.stdout.readline()
         while len(started := list_descendants(process.pid)) < 3:  # torchrun's agent and two workers
@@ -160,7 +160,7 @@ def test_an_optimizer_raises_where_one_is(plan: str, ranks: list[int]) -> None:
     ],
 )
 def test_wrong_options_are_one_sentence(words: list[str], sentence: str) -> None:
-    ended = run([sys.executable, "-m", "polylane", "chaos", str(RECIPE), *SHORT, *words])
+    ended = run([sys.executable, "-m", "chaos", str(RECIPE), *SHORT, *words])
     assert ended.returncode == 2 and ended.stderr.startswith(f"polylane: {sentence}")
 
 

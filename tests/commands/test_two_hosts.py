@@ -10,7 +10,7 @@ from contextlib import closing
 
 import pytest
 
-from polylane.commands.chaos.two_hosts import NAMES, STORE_ADDRESS, TwoHosts, drop_link, read_link
+from chaos.two_hosts import NAMES, STORE_ADDRESS, TwoHosts, drop_link, read_link
 from polylane.runtime.transport.shared_memory.rendezvous import host_identity
 
 

@@ -46,10 +46,10 @@ class StageHooks:
         """Return what autograd is to keep in place of a tensor that it saves in a forward pass."""
         return tensor
 
-    def unpack_saved(self, kept: Any) -> Tensor:
+    def unpack_saved(self, handle: Any) -> Tensor:
         """Return the tensor for which :meth:`pack_saved` returned this."""
-        found: Tensor = kept
-        return found
+        tensor: Tensor = handle
+        return tensor
 
 
 class PythonCallWatch:
@@ -63,16 +63,16 @@ class PythonCallWatch:
         self.records: list[WitnessedCall] | None = None  # calls in the forward passes of a step that is checked
         self._placed = ExitStack()  # of the tensors of a module whose call is in its backward pass
 
-    def watch_backward(self, node: Node, result: Any, arguments: Any, place: Callable[[], Any] = nullcontext) -> None:
+    def watch_backward(self, node: Node, result: Any, arguments: Any, context: Callable[[], Any] = nullcontext) -> None:
         """Register hooks by which ``node`` is the current one from the gradient of its result to its arguments'.
 
-        ``place`` returns a context manager, which is entered for that time.
+        ``context`` returns a context manager, which is entered for that time.
         """
 
         def begin(_: Any) -> None:
             self.leave()
             self.current_node = node
-            self._placed.enter_context(place())
+            self._placed.enter_context(context())
 
         def end(_: Any) -> None:
             if self.current_node is node:
@@ -109,9 +109,9 @@ class WatchedCall:
         call = unwrap_settings(target)
         while not isinstance(call, LeafCall) and hasattr(call, "target"):  # wrapped with keys for random numbers
             call = unwrap_settings(call.target)
-        own = isinstance(call, LeafCall) and not call.normalizes
+        is_checked = isinstance(call, LeafCall) and not call.normalizes
         self.leaf = call if isinstance(call, LeafCall) else None
-        self.buffers = slice(len(call.parameters), len(call.parameters) + len(call.buffers)) if own else slice(0)
+        self.buffers = slice(len(call.parameters), len(call.parameters) + len(call.buffers)) if is_checked else slice(0)
 
     def _refuse_write(self, part: SampleSlice) -> None:
         """Refuse a write to a buffer that one device would make once for the whole batch.
@@ -130,9 +130,9 @@ class WatchedCall:
         part, tensors = args
         record = None if self.watch.records is None else record_call(self.node, part, tensors)
         # Every in-place write raises a tensor's version counter.
-        before = [buffer._version for buffer in tensors[self.buffers]]
+        versions = [buffer._version for buffer in tensors[self.buffers]]
         result = self.target(*args, **kwargs)
-        if before != [buffer._version for buffer in tensors[self.buffers]]:
+        if versions != [buffer._version for buffer in tensors[self.buffers]]:
             self._refuse_write(part)
         if record is not None:
             self.watch.records.append(record)  # type: ignore[union-attr]
@@ -140,6 +140,6 @@ class WatchedCall:
         # Tensors that a leaf passed on are not the module's own: these are put in place for its backward pass, too. The
         # call's other tensors are activations, which nobody keeps for that.
         leaf = self.leaf
-        place = nullcontext if leaf is None else partial(leaf.tensors_in_place, tensors[: leaf.own_tensors])
-        self.watch.watch_backward(self.node, result, (args, kwargs), place)
+        context = nullcontext if leaf is None else partial(leaf.tensors_in_place, tensors[: leaf.own_tensors])
+        self.watch.watch_backward(self.node, result, (args, kwargs), context)
         return result

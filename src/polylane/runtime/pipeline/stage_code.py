@@ -55,42 +55,6 @@ class StageCode:
     weight_groups: tuple[int, ...] = ()
 
 
-<<<<<<< HEAD
-class StageHooks:
-    """Context managers around a stage's passes, and around the writing of its code; these do nothing, ZeRO's do."""
-
-    def insert_gates(self, graph: fx.Graph) -> AbstractContextManager[None]:
-        """Return a context manager in which a graph has further calls (all-gathers of sharded parameters)."""
-        return nullcontext()
-
-    def forward(self) -> AbstractContextManager[None]:
-        """Return the context manager for a forward pass."""
-        return nullcontext()
-
-    def backward(self) -> AbstractContextManager[None]:
-        """Return the context manager for a backward pass."""
-        return nullcontext()
-
-    def backward_input(self) -> AbstractContextManager[None]:
-        """Return the context manager for the first half of a backward pass in two."""
-        return nullcontext()
-
-    def backward_weight(self) -> AbstractContextManager[None]:
-        """Return the context manager for its second half, after which all of its gradients are there."""
-        return nullcontext()
-
-    def pack_saved(self, tensor: Tensor) -> Any:
-        """Return what autograd is to keep in place of a tensor that it saves in a forward pass."""
-        return tensor
-
-    def unpack_saved(self, handle: Any) -> Tensor:
-        """Return the tensor for which :meth:`pack_saved` returned this."""
-        tensor: Tensor = handle
-        return tensor
-
-
-=======
->>>>>>> 8c187b15 (Runtime's drawers no longer import each other: state, connections and plain data have drawers of their own)
 def extract_stage(
     partition: Partition,
     stage: int,

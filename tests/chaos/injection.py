@@ -25,13 +25,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+from chaos.control_groups import forbid_processes, freeze_process
+from chaos.faults import DAMAGES, DEATHS, LIMITS, LOADS, Fault, FaultKind, FaultLog
+from chaos.isolation import list_children
+from chaos.two_hosts import drop_link
 from polylane.checkpoint.commit import MANIFEST
 from polylane.checkpoint.manifest import read_manifest
 from polylane.checkpoint.store import CheckpointStore
-from polylane.commands.chaos.control_groups import forbid_processes, freeze_process
-from polylane.commands.chaos.faults import DAMAGES, DEATHS, LIMITS, LOADS, Fault, FaultKind, FaultLog
-from polylane.commands.chaos.isolation import list_children
-from polylane.commands.chaos.two_hosts import drop_link
 from polylane.commands.running.recipe_training import RecipeTraining
 from polylane.commands.running.step_log import Tell, TrainingOutcome
 from polylane.commands.running.training_loop import train

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polylane.commands.chaos.control_groups import release
-from polylane.commands.chaos.faults import HANGS, VARIABLE, Course, Fault, FaultKind, FaultLog
-from polylane.commands.chaos.faulty_train import LOG_VARIABLE
-from polylane.commands.chaos.isolation import SHARED_MEMORY, end_orphans, mount_disk, unmount_disk
-from polylane.commands.chaos.launches import Ending, Tend, run_command
-from polylane.commands.chaos.two_hosts import TwoHosts
+from chaos.control_groups import release
+from chaos.faults import HANGS, VARIABLE, Course, Fault, FaultKind, FaultLog
+from chaos.faulty_train import LOG_VARIABLE
+from chaos.isolation import SHARED_MEMORY, end_orphans, mount_disk, unmount_disk
+from chaos.launches import Ending, Tend, run_command
+from chaos.two_hosts import TwoHosts
 
 if TYPE_CHECKING:
-    from polylane.commands.requests import ChaosRequest
+    from chaos.request import ChaosRequest
 
 LIMIT_SECONDS = 90.0  # after which a training has not ended
 REQUEUE_CODE = 75  # of a training that a signal has ended early

@@ -1,4 +1,4 @@
-"""A training with a fault in it, as a command line of its own: ``python -m polylane.commands.chaos.faulty_train``.
+"""A training with a fault in it, as a command line of its own: ``python -m chaos.faulty_train``.
 
 It is the command line of polylane, whose workers train through :mod:`.injection`. The fault and its log are read from
 the environment.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from polylane.commands.chaos.faults import VARIABLE, Fault, FaultLog
+from chaos.faults import VARIABLE, Fault, FaultLog
 
 LOG_VARIABLE = "POLYLANE_FAULT_LOG"
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def inject() -> None:
     """Let workers of this process train with the fault in it."""
-    from polylane.commands.chaos.injection import train_with_fault
+    from chaos.injection import train_with_fault
     from polylane.commands.running import worker
 
     path = os.environ.get(VARIABLE)

@@ -16,9 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from polylane.commands import user_inputs as inputs
-from polylane.commands.chaos.control_groups import FREEZER, PIDS, can_hold
-from polylane.commands.chaos.faults import (
+from chaos.control_groups import FREEZER, PIDS, can_hold
+from chaos.faults import (
     LAUNCHERS,
     MEANINGS,
     OF_OWN_LAUNCHER,
@@ -28,16 +27,17 @@ from polylane.commands.chaos.faults import (
     draw_fault,
     draw_pairs,
 )
-from polylane.commands.chaos.isolation import end_orphans, isolate_process
-from polylane.commands.chaos.two_hosts import TwoHosts
+from chaos.isolation import end_orphans, isolate_process
+from chaos.two_hosts import TwoHosts
+from polylane.commands import user_inputs as inputs
 from polylane.commands.printing import console, make_table, print_json, print_line
 from polylane.errors import PolylaneError, format_plural
 from polylane.runtime.workers.stop_request import Stopped
 
 if TYPE_CHECKING:
-    from polylane.commands.chaos.launches import Ending
-    from polylane.commands.chaos.trials import Bench, FaultTrial, Unbroken
-    from polylane.commands.requests import ChaosRequest
+    from chaos.launches import Ending
+    from chaos.request import ChaosRequest
+    from chaos.trials import Bench, FaultTrial, Unbroken
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
 
@@ -75,7 +75,7 @@ def run(request: ChaosRequest) -> bool:
         kinds = [kind for kind in kinds if kind is not FaultKind.LINK]
     else:
         courses += [replace(course, hosts=2) for course in on_torchrun]
-    from polylane.commands.chaos.trials import Bench
+    from chaos.trials import Bench
     from polylane.commands.running import worker  # noqa: F401  what trainings are forked from has imported everything
 
     folder = Path(tempfile.mkdtemp(prefix="polylane-chaos-"))
@@ -194,7 +194,7 @@ def _try_faults(
     Raises:
         PolylaneError: an unbroken training does not end well.
     """
-    from polylane.commands.chaos.laws import judge_trial
+    from chaos.laws import judge_trial
 
     faults = request.faults or (len(kinds) if request.minutes is None else None)
     random_, started = random.Random(request.seed), time.monotonic()
@@ -240,7 +240,7 @@ def _train_unbroken(bench: Bench, course: Course, plan: Spec | Plan) -> Unbroken
     Raises:
         PolylaneError: it does not end well.
     """
-    from polylane.commands.chaos.trials import Unbroken
+    from chaos.trials import Unbroken
 
     outcome = bench.train_unbroken(course, plan.processes)
     if not isinstance(outcome, Unbroken):
@@ -275,7 +275,7 @@ def _print_trial(trial: FaultTrial) -> None:
 
 def describe_trial(trial: FaultTrial) -> dict[str, Any]:
     """Return a trial as plain data for JSON."""
-    from polylane.commands.chaos.laws import find_named_at, find_redone, find_seconds
+    from chaos.laws import find_named_at, find_redone, find_seconds
 
     struck, named = trial.struck, find_named_at(trial)
     return {
