@@ -173,7 +173,7 @@ class CompiledTraining:
             trainable=trainable,
             training=training,
             in_float64=self.in_float64,
-            which=which,
+            batch_name=which,
             effects=main.graph.code.effects,
             opening=opening,
             asks=bool(main.graph.code.readings),
