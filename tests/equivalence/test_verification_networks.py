@@ -229,7 +229,7 @@ def test_a_gradient_that_is_off_in_the_second_step(monkeypatch: pytest.MonkeyPat
     finish = TrainingRole._apply_update
 
     def spoiled(self: TrainingRole, objective: str, *rest: Any) -> None:
-        gradient = self._trainers[objective].local_parameters[name].grad
+        gradient = self._updates[objective].local_parameters[name].grad
         if self._step == 1 and gradient is not None:
             gradient += 1e-3 * (1 + gradient)
         finish(self, objective, *rest)

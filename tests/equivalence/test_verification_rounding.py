@@ -176,7 +176,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[nn.Param
     finish = TrainingRole._apply_update
 
     def spoiled(self: TrainingRole, objective: str, *rest: Any) -> None:
-        held = self._trainers[objective].local_parameters
+        held = self._updates[objective].local_parameters
         if self._step in steps and name in held:
             change(held[name])
         finish(self, objective, *rest)
@@ -263,7 +263,7 @@ def test_an_error_in_the_memory_of_an_optimizer(monkeypatch: pytest.MonkeyPatch,
     def spoiled(self: TrainingRole, objective: str, *rest: Any) -> None:
         finish(self, objective, *rest)
         if self._step == 1:
-            self.optimizer_of(objective).state[self._trainers[objective].local_parameters["head.bias"]]["exp_avg"].mul_(
+            self.optimizer_of(objective).state[self._updates[objective].local_parameters["head.bias"]]["exp_avg"].mul_(
                 factor
             )
 

@@ -26,7 +26,7 @@ def step_all(job: Job) -> dict[str, Any]:
     begins = [(span.rank, span.start) for span in job.timeline(steps=4).spans]
     assert len(set(begins)) == len(begins), "what a worker does is measured once"
     pipeline = job._role._binding.pipeline
-    stages = {name: stages[0] for name, stages in job._role._holding.owning_stages.items()}
+    stages = {name: stages[0] for name, stages in job._role._local_model.owning_stages.items()}
     return {
         "losses": [result.loss for result in results],
         "state": state,
@@ -158,7 +158,7 @@ def test_batches_too_short_for_all_microbatches_are_learned_from() -> None:
 
     def run(job: Job) -> tuple[list[float], dict[str, Tensor], dict[str, int]]:
         losses = [result.loss for result in [job.step(batch) for batch in batches]]
-        return losses, job.state_dict(), {name: own[0] for name, own in job._role._holding.owning_stages.items()}
+        return losses, job.state_dict(), {name: own[0] for name, own in job._role._local_model.owning_stages.items()}
 
     losses, state, stages = workers(run, mlp(*WIDTHS), "pipeline=3,schedule=pipedream-2bw,microbatches=4")[0]
     expected_losses, expected = replay(delays, stages, batches)

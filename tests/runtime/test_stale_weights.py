@@ -295,7 +295,7 @@ def test_a_job_that_is_closed_leaves_nothing_in_memory(plan: str) -> None:
         with Job(prepared, World.join(), example=BATCH) as job:
             job.step(BATCH)
         weight, role = job.model[0].weight, job.worker
-        references = [weakref.ref(each) for each in (job.model, role._holding, prepared, job)]
+        references = [weakref.ref(each) for each in (job.model, role._local_model, prepared, job)]
         # A weight that the script still has says what became of it.
         del job, prepared, role
         gc.collect()

@@ -82,11 +82,11 @@ class ProgramBinder:
     """Compiles and binds graphs on this worker: the slow path of its compile cache.
 
     Args:
-        holding: this worker's part of the model.
+        local_model: this worker's part of the model.
         connections: transports and mesh of this worker.
         programs: by objective, all workers' programs of the graph that was compiled ahead for training.
         replica_local: the same for steps without gradient sums between replicas; empty where there are none.
-        trainers: by objective, its update; the compressor of its gradients is shared by all forms of batches.
+        updates: by objective, its update; the compressor of its gradients is shared by all forms of batches.
 
     Attributes:
         pipeline: the batches under way, where the plan's schedule is asynchronous; else None.
@@ -94,15 +94,15 @@ class ProgramBinder:
 
     def __init__(
         self,
-        holding: LocalModel,
+        local_model: LocalModel,
         connections: Connections,
         programs: Mapping[str, tuple[Program, ...]],
         replica_local: Mapping[str, tuple[Program, ...]],
-        trainers: Mapping[str, ObjectiveUpdate],
+        updates: Mapping[str, ObjectiveUpdate],
     ) -> None:
-        self._local_model, self._connections, self._trainers = holding, connections, trainers
+        self._local_model, self._connections, self._updates = local_model, connections, updates
         self._ahead = {False: programs, True: replica_local}
-        self._prepared, self._plan = holding.prepared, holding.prepared.plan
+        self._prepared, self._plan = local_model.prepared, local_model.prepared.plan
         self.pipeline = self._open_pipeline() if self._plan.is_asynchronous else None
 
     def _open_pipeline(self) -> AsynchronousPipeline:
@@ -110,8 +110,8 @@ class ProgramBinder:
         plan = self._plan
         graph = stage_graph_of(self._prepared.main_partition, plan)
         delays = weight_delays(plan.schedule, graph, plan.most_turns, plan.vertical_sync)
-        (trainer,) = self._trainers.values()
-        trained = {name: p for name, p in trainer.full_parameters.items() if p.requires_grad}
+        (update,) = self._updates.values()
+        trained = {name: p for name, p in update.full_parameters.items() if p.requires_grad}
         versions = WeightVersions(trained, delays[self._local_model.stage])
         return AsynchronousPipeline(versions, steps_in_flight(graph, plan.most_turns))
 
@@ -155,7 +155,7 @@ class ProgramBinder:
     ) -> BoundProgram:
         if microbatches < self._plan.microbatches:
             programs = tuple(truncate_program(program, microbatches) for program in programs)
-        codec = self._trainers[key.objective].compressor if key.training and not replica_local else None
+        codec = self._updates[key.objective].compressor if key.training and not replica_local else None
         if key.training and microbatches < self._plan.microbatches and self.pipeline is not None:
             raise PolylaneError(
                 f"schedule={self._plan.schedule} divides every batch into {self._plan.microbatches} microbatches, and "

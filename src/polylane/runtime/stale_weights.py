@@ -162,29 +162,30 @@ class StaleTensors:
         self._guarded.clear()
 
 
-def track_stale_weights(holding: LocalModel) -> StaleTensors:
+def track_stale_weights(local_model: LocalModel) -> StaleTensors:
     """Track the weights that are not up to date on a worker that trains."""
-    prepared, plan, rank = holding.prepared, holding.prepared.plan, holding.world.rank
+    prepared, plan, rank = local_model.prepared, local_model.prepared.plan, local_model.world.rank
     graphs = [partition.graph for partition in prepared.partitions.values()]
     trained = {name for graph in graphs for name, info in graph.parameters.items() if info.trainable}
-    buffers = holding.stages_of_buffers()
+    buffers = local_model.stages_of_buffers()
     named, elsewhere, parts = _named_tensors(prepared.model, prepared.losses), dict[str, str](), dict[str, str]()
     for name, tensor in named.items():
         first_name = next((graph.tied[name] for graph in graphs if name in graph.tied), name)
         stages = (
-            holding.owning_stages.get(first_name, ())
+            local_model.owning_stages.get(first_name, ())
             if isinstance(tensor, nn.Parameter)
             else buffers.get(first_name, ())
         )
-        if holding.shard_spec.is_sharded(first_name):
+        if local_model.shard_spec.is_sharded(first_name):
             axes = ",".join(f"{axis}={plan.degree(axis)}" for axis in plan.axes)
             parts[name] = f"under {axes} this worker (rank {rank}) holds a part of {name}"
-        elif holding.shards.keeps_only_shards and first_name in holding.shards.buffer_of:
+        elif local_model.shards.keeps_only_shards and first_name in local_model.shards.buffer_of:
             parts[name] = f"under shard=parameters this worker (rank {rank}) holds a part of {name}"
-        elif (first_name in trained or first_name in buffers) and stages and holding.stage not in stages:
+        elif (first_name in trained or first_name in buffers) and stages and local_model.stage not in stages:
             verb = "trained" if first_name in trained else "written"
             elsewhere[name] = (
-                f"{name} is {verb} by stage {min(stages)}, and this worker (rank {rank}) is of stage {holding.stage}"
+                f"{name} is {verb} by stage {min(stages)}, and this worker (rank {rank}) is of stage "
+                f"{local_model.stage}"
             )
     aliases = {name for graph in graphs for name, shared_name in graph.tied.items() if shared_name in trained}
     words = ",".join(plan.sync.to_words())
@@ -193,25 +194,25 @@ def track_stale_weights(holding: LocalModel) -> StaleTensors:
     concerned = {*parts, *elsewhere}
     if reason or plan.sync.has_servers:
         concerned |= (trained | aliases) & named.keys()
-    guards = {name: _guard_for(holding, name, graphs, name in parts) for name in concerned}
+    guards = {name: _guard_for(local_model, name, graphs, name in parts) for name in concerned}
     trained = (trained | aliases) & named.keys()
     return StaleTensors(prepared.model, elsewhere, parts, trained, reason, guards, prepared.losses)
 
 
-def _guard_for(holding: LocalModel, name: str, graphs: Sequence[Graph], is_part: bool) -> Guard:
+def _guard_for(local_model: LocalModel, name: str, graphs: Sequence[Graph], is_part: bool) -> Guard:
     """Return the guard of a parameter or buffer, by any of its names."""
     first_name = next((graph.tied[name] for graph in graphs if name in graph.tied), name)
-    spec, sync = holding.shard_spec, holding.prepared.plan.sync
-    tensor = _named_tensors(holding.prepared.model, holding.prepared.losses)[name]
+    spec, sync = local_model.shard_spec, local_model.prepared.plan.sync
+    tensor = _named_tensors(local_model.prepared.model, local_model.prepared.losses)[name]
     shape = torch.Size(spec.shapes.get(first_name, tensor.shape))
     why = f"under {','.join(sync.to_words())} a server has it" if sync.has_servers else ""
-    guard = Guard(_script_name(name, holding.prepared), why, shape, is_served=sync.has_servers)
-    return replace(guard, **_part_of(holding, guard.name, first_name, tensor)) if is_part else guard
+    guard = Guard(_script_name(name, local_model.prepared), why, shape, is_served=sync.has_servers)
+    return replace(guard, **_part_of(local_model, guard.name, first_name, tensor)) if is_part else guard
 
 
-def _part_of(holding: LocalModel, label: str, first_name: str, tensor: Tensor) -> dict[str, Any]:
+def _part_of(local_model: LocalModel, label: str, first_name: str, tensor: Tensor) -> dict[str, Any]:
     """Return how a guard gets at the part of a tensor that a worker holds, as long as there is one."""
-    to_holding, to_tensor = weakref.ref(holding), TensorWeakRef(tensor)
+    to_holding, to_tensor = weakref.ref(local_model), TensorWeakRef(tensor)
 
     def get_holding() -> LocalModel:
         if (local_model := to_holding()) is None:

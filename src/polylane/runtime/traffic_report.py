@@ -19,17 +19,17 @@ from polylane.runtime.transport.protocol import TransportCounters
 
 
 def count_traffic(
-    connections: Connections, rule: GradientSync, holding: LocalModel, programs: Mapping[str, Sequence[Program]]
+    connections: Connections, rule: GradientSync, local_model: LocalModel, programs: Mapping[str, Sequence[Program]]
 ) -> ByteCounters:
     """Count a worker's traffic from now on.
 
     Args:
         connections: this worker's transports and mesh.
         rule: how replicas synchronize gradients or weights.
-        holding: this worker's part of the model.
+        local_model: this worker's part of the model.
         programs: by objective, the programs of all workers.
     """
-    hosts, rank = _server_ranks(holding), holding.world.rank
+    hosts, rank = _server_ranks(local_model), local_model.world.rank
     within = rank in hosts.values()  # whether a parameter server lives in this process
     # A server in this process answers other workers at any time, between steps as well: its channels are then counted
     # as a whole, not step by step.
@@ -37,14 +37,14 @@ def count_traffic(
     for purpose, transport in connections.extra_groups.items():
         other_counters.setdefault(purpose, []).append(transport.counters)
     trained_tensors = {
-        name: _trained_tensors(holding, objective_programs[rank], hosts)
+        name: _trained_tensors(local_model, objective_programs[rank], hosts)
         for name, objective_programs in programs.items()
     }
     answers = {
-        name: _server_answer_bytes(holding, objective_programs, hosts) if within else 0.0
+        name: _server_answer_bytes(local_model, objective_programs, hosts) if within else 0.0
         for name, objective_programs in programs.items()
     }
-    plan = holding.prepared.plan
+    plan = local_model.prepared.plan
 
     # Counters stay plain numbers, independent of plans: what should be sent is passed in as a function.
     def theory(name: str, step: int, microbatches: int) -> float:
@@ -59,56 +59,56 @@ def count_traffic(
     return ByteCounters(connections.transport.counters, other_counters, theory, served, settle)
 
 
-def _server_ranks(holding: LocalModel) -> dict[str, int]:
+def _server_ranks(local_model: LocalModel) -> dict[str, int]:
     """Return, by parameter, the rank whose process runs its server; empty where there are no servers."""
-    prepared = holding.prepared
+    prepared = local_model.prepared
     if not prepared.plan.sync.has_servers:
         return {}
     shares = assign_parameters(prepared.partitions, prepared.plan)
     return {name: server_rank(prepared.plan, server) for server, share in enumerate(shares) for name in share}
 
 
-def _trained_tensors(holding: LocalModel, program: Program, hosts: Mapping[str, int]) -> list[TrainedTensor]:
+def _trained_tensors(local_model: LocalModel, program: Program, hosts: Mapping[str, int]) -> list[TrainedTensor]:
     """List the trained parameters of a worker, or its shards of them, with how many workers sum each gradient.
 
     Args:
-        holding: the part of the model of the worker whose sent bytes are counted.
+        local_model: the part of the model of the worker whose sent bytes are counted.
         program: program of the worker whose parameters are listed.
         hosts: by parameter, the rank whose process runs its server.
     """
-    parameters, replicas, tensors = holding.tensors.parameters(), set(program.replicas), list[TrainedTensor]()
-    pieces = ShardSpec(holding.prepared, program.rank)
+    parameters, replicas, tensors = local_model.tensors.parameters(), set(program.replicas), list[TrainedTensor]()
+    pieces = ShardSpec(local_model.prepared, program.rank)
     for bucket in program.buckets:
         for name in bucket.parameters:
             shape = pieces.local_shape(name)
             # A tied or replicated parameter is sent by one of the ranks that have it. Bytes to a server in the sender's
             # own process do not leave it.
-            leaves = hosts.get(name) != holding.world.rank and pieces.speaks_for(name)
+            leaves = hosts.get(name) != local_model.world.rank and pieces.speaks_for(name)
             only_replicas = set(bucket.ranks) == replicas
             item, ranks = parameters[name].itemsize, len(bucket.ranks)
             tensors.append(
-                TrainedTensor(shape, item, ranks, only_replicas, leaves, _sparse_rows(holding, program, bucket))
+                TrainedTensor(shape, item, ranks, only_replicas, leaves, _sparse_rows(local_model, program, bucket))
             )
     return tensors
 
 
-def _sparse_rows(holding: LocalModel, program: Program, bucket: GradientBucket) -> int | None:
+def _sparse_rows(local_model: LocalModel, program: Program, bucket: GradientBucket) -> int | None:
     """Return how many rows of a sparse gradient a worker sends at most in a step; None for an ordinary gradient."""
     if not bucket.is_sparse:
         return None
     # Where samples meet, an operator that cannot be split looks up all of them on every worker.
-    replicas = 1 if holding.prepared.batch_is_sharded else len(program.replicas)
-    samples = -(-holding.prepared.samples // replicas)
+    replicas = 1 if local_model.prepared.batch_is_sharded else len(program.replicas)
+    samples = -(-local_model.prepared.samples // replicas)
     return count_exchanged_rows(program.partition.graph, bucket.parameters[0], samples)
 
 
-def _server_answer_bytes(holding: LocalModel, programs: Sequence[Program], hosts: Mapping[str, int]) -> float:
+def _server_answer_bytes(local_model: LocalModel, programs: Sequence[Program], hosts: Mapping[str, int]) -> float:
     """Return the bytes of weights that servers in this process send to all other workers in a step."""
-    rank, total = holding.world.rank, 0
+    rank, total = local_model.world.rank, 0
     local_names = {name for name, host in hosts.items() if host == rank}
     for program in programs:
         if program.rank != rank:
             names = [name for bucket in program.buckets for name in bucket.parameters]
-            tensors = _trained_tensors(holding, program, hosts)
+            tensors = _trained_tensors(local_model, program, hosts)
             total += sum(tensor.nbytes for name, tensor in zip(names, tensors, strict=True) if name in local_names)
     return total

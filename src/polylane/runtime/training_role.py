@@ -46,7 +46,7 @@ from polylane.runtime.state.saved_state import SavedState
 from polylane.runtime.step_result import STEPS_KEPT, StepResult, StepState, align_clocks, gather_result
 from polylane.runtime.sync.gradient_sync import CollectiveCall, GradientSync, LocalOptimizer
 from polylane.runtime.sync.local_sgd import LocalSgd
-from polylane.runtime.sync.objective_update import trainers_of
+from polylane.runtime.sync.objective_update import build_updates
 from polylane.runtime.sync.parameter_server.client import ParameterServerSync
 from polylane.runtime.sync.parameter_server.host import open_server_host
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
@@ -90,35 +90,35 @@ class TrainingRole:
         self._transport = self._connections.transport
         self._checks = BatchChecks(prepared, self._transport, next(iter(self._programs.values())), world.device)
         self._ahead = clock.measure_clock_offset(self._transport) if world.size > 1 else 0.0
-        self._holding = LocalModel(prepared, world, self._connections, units, seed, same_weights)
-        self._full_tensors = FullTensors(self._holding)
+        self._local_model = LocalModel(prepared, world, self._connections, units, seed, same_weights)
+        self._full_tensors = FullTensors(self._local_model)
         shapes = {n: i.shape for p in prepared.partitions.values() for n, i in p.graph.parameters.items()}
-        self._hooks = GradientHooks(self._holding.tensors.parameters(), shapes)
-        self._trainers = trainers_of(self._holding, clip_norm)
-        self._required = RequiredGradients(self._holding, self._trainers)
-        self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, self._trainers)
-        self._cache = CompileCache(prepared, self._binding, example, self._checks.agree_on_settings)
+        self._hooks = GradientHooks(self._local_model.tensors.parameters(), shapes)
+        self._updates = build_updates(self._local_model, clip_norm)
+        self._required = RequiredGradients(self._local_model, self._updates)
+        self._binder = ProgramBinder(self._local_model, self._connections, self._programs, local, self._updates)
+        self._cache = CompileCache(prepared, self._binder, example, self._checks.agree_on_settings)
         # Now, not at the first step: an error in binding is then raised on all workers at once, outside of a step.
         self._cache.bind_ahead([False, True] if local else [False])
         self._rule = self._choose_sync(everyone, clip_norm)
-        self._stale = track_stale_weights(self._holding)
-        self._state = WorkerTrainingState(self._holding, self._trainers, self._rule, self._required)
+        self._stale = track_stale_weights(self._local_model)
+        self._state = WorkerTrainingState(self._local_model, self._updates, self._rule, self._required)
         # Results whose all-reduce may be under way, and the spans of the last steps.
         self._in_flight, self._spans = deque[StepResult](), deque[tuple[TimedSpan, ...]](maxlen=STEPS_KEPT)
         self._trials = ReadTrials(world.rank == 0)
-        self._traffic = count_traffic(self._connections, self._rule, self._holding, self._programs)
+        self._traffic = count_traffic(self._connections, self._rule, self._local_model, self._programs)
 
     def _choose_sync(self, everyone: World, clip_norm: float | None) -> GradientSync:
         """Build this worker's gradient synchronization; a collective of ``everyone``, dedicated servers among them."""
         if self.plan.sync.has_servers:
             host = open_server_host(everyone, self._prepared, clip_norm)
-            return ParameterServerSync(self._holding, host, self._trainers, self._connections.mesh.waits)
+            return ParameterServerSync(self._local_model, host, self._updates, self._connections.mesh.waits)
         if self.plan.sync.every > 1:
-            return LocalSgd(self._holding, self._trainers)
+            return LocalSgd(self._local_model, self._updates)
         rule = GradientSync(self._transport)
-        if self._binding.pipeline is not None:
+        if self._binder.pipeline is not None:
             # The loss of a batch is known when the last stage has seen it: no other stage waits for that.
-            rule.max_steps_in_flight = 2 + self._binding.pipeline.delay
+            rule.max_steps_in_flight = 2 + self._binder.pipeline.delay
         return rule
 
     @property
@@ -127,19 +127,19 @@ class TrainingRole:
 
     def lane(self, programs: Sequence[Program], samples: int) -> BoundProgram:
         """Bind programs of the first objective's graph, of all workers by rank, for batches of that many samples."""
-        return self._binding.fit_to_samples(self._binding.bind_graph(self._prepared.main, programs), samples)
+        return self._binder.fit_to_samples(self._binder.bind_graph(self._prepared.main, programs), samples)
 
     def empty_pipeline(self) -> None:
         """Finish the batches that are under way in an asynchronous pipeline; collective, and nothing elsewhere."""
-        if self._binding.pipeline is not None:
+        if self._binder.pipeline is not None:
             with allow_own_calls(), self._hooks.taken_off():
-                self._binding.pipeline.empty()
+                self._binder.pipeline.empty()
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
     @torch.enable_grad()
     def step(self, batch: Any, name: str, anomalies: AnomalyDetector | None) -> StepResult:
-        trainer, label = self._trainers[name], f"step {self._step + 1}"
+        update, label = self._updates[name], f"step {self._step + 1}"
         share, digests, was_read = self._checks.take(batch, label, self._cache.sampled)
         if share.shortest < self._prepared.min_samples.samples:
             self._checks.refuse_short(share)
@@ -153,17 +153,17 @@ class TrainingRole:
                 self._is_last_step_local = self._rule.is_replica_local(name)
                 lane = self._cache.compiled_for(name, share, True, self._is_last_step_local, draws)
                 self._limit_in_flight(self._rule.max_steps_in_flight)
-                self._checks.add_script(digests, trainer, self._cache.settings_version)
-            for objective_trainer in self._trainers.values():
+                self._checks.add_script(digests, update, self._cache.settings_version)
+            for objective_trainer in self._updates.values():
                 objective_trainer.set_mode(training=True)
-            trainer.zero_grad()
+            update.zero_grad()
             if lane.buffers:
-                self._holding.buffers.receive_updates(lane.buffers)
+                self._local_model.buffers.receive_updates(lane.buffers)
             lane.executor.anomalies = anomalies
             with self._traffic.count_step(name, lane.passes):
                 state = self._run(label, lane, share, self._step, lambda state: self._apply_update(name, lane, state))
             if lane.buffers:
-                self._holding.buffers.mark_updated(lane.buffers)
+                self._local_model.buffers.mark_updated(lane.buffers)
             state.changes = self._required.follow_update()
             compare = partial(self._checks.compare, what=label, was_read=was_read)
             context = self._ahead, self._transport, self.world.device, self._rule.loss_ranks
@@ -174,14 +174,14 @@ class TrainingRole:
         self._checks.keep(result)
         self._spans.append(tuple(state.spans))
         self._step += 1
-        trainer.follow_loss(lambda: result.loss)
+        update.follow_loss(lambda: result.loss)
         return result
 
     def _pause_training(self) -> None:
         """Finish the batches that are under way, and let optimizers exchange the weights that they train."""
         self.empty_pipeline()
-        for trainer in self._trainers.values():
-            trainer.set_mode(training=False)
+        for update in self._updates.values():
+            update.set_mode(training=False)
 
     def _run(
         self, label: str, lane: BoundProgram, share: Batch, step: int, update: Callable[[StepState], None]
@@ -204,7 +204,7 @@ class TrainingRole:
         self._checks.check_kept()
 
     def _apply_update(self, name: str, lane: BoundProgram, state: StepState) -> None:
-        trainer = self._trainers[name]
+        update = self._updates[name]
         if not lane.executor.program.partition.graph.loss_is_mean:
             # Gradients were taken of total / samples; the mean is total / count, and the count is known only now.
             local_ranks, everyone = replica_ranks(self.plan, self.world.rank), range(self.world.size)
@@ -212,14 +212,14 @@ class TrainingRole:
             count = self._transport.all_reduce(state.sums(self.world.device), ranks).wait()[1]
             # On an accelerator nobody waits for the count: where it is 0, the gradients are left as they are.
             if self.world.device.type != "cpu":
-                trainer.scale_gradients(torch.where(count == 0, 1.0, state.samples_in_mean / count))
+                update.scale_gradients(torch.where(count == 0, 1.0, state.samples_in_mean / count))
             elif count:
-                trainer.scale_gradients(state.samples_in_mean / float(count))
+                update.scale_gradients(state.samples_in_mean / float(count))
         self._required.refuse_changes()
         samples = bool(state.tables.shares) or not lane.executor.is_replica_local
-        self._hooks.run(trainer.local_parameters, self._seed, self._step)
-        trainer.step_key = self._seed, self._step
-        self._rule.update_weights(name, trainer, samples)
+        self._hooks.run(update.local_parameters, self._seed, self._step)
+        update.step_key = self._seed, self._step
+        self._rule.update_weights(name, update, samples)
         self._rule.after_step(name, lane.counted)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
@@ -232,12 +232,12 @@ class TrainingRole:
             self._checks.refuse_unequal_sizes(share)
         with self.world.progress.during(Phase.COMPILING):
             lane = self._cache.compiled_for(name, share, training=False)
-        self._holding.buffers.receive_updates(lane.buffers)
+        self._local_model.buffers.receive_updates(lane.buffers)
         with (
             self.world.progress.during(Phase.EVALUATING),
             torch.no_grad(),
             self._rule.averaged_weights(),
-            self._binding.restoring_python_state(lane.partition),
+            self._binder.restoring_python_state(lane.partition),
         ):
             state = self._run("evaluation", lane, share, 0, lambda state: None)
         vector = state.to_vector(digests, self.world.device)
@@ -264,32 +264,32 @@ class TrainingRole:
         return compute_shares(samples, parts, replicas, program.replica, program.takes_turns) or (PADDING,)
 
     def optimizer_of(self, name: str) -> Any:
-        return as_given(self._trainers[name].optimizer)
+        return as_given(self._updates[name].optimizer)
 
     @allow_own_calls()
     def gradients(self, name: str) -> dict[str, Tensor | None]:
         self._rule.load_summed_gradients(name)
-        return {name: parameter.grad for name, parameter in self._trainers[name].local_parameters.items()}
+        return {name: parameter.grad for name, parameter in self._updates[name].local_parameters.items()}
 
     @allow_own_calls()
     def whole_gradients(self, name: str) -> dict[str, Tensor | None]:
         self.empty_pipeline()
         self._rule.load_summed_gradients(name)
-        gradients = self._full_tensors.gradients(self._trainers[name].parameter_order)
+        gradients = self._full_tensors.gradients(self._updates[name].parameter_order)
         self._rule.broadcast_result(CollectiveCall.WHOLE_GRADIENTS, gradients)
         return gradients
 
     @allow_own_calls()
     def held(self) -> dict[str, Tensor]:
         # Aliases: the model's own tensors are guarded while the script runs.
-        return {name: tensor.detach() for name, tensor in self._holding.local_tensors().items()}
+        return {name: tensor.detach() for name, tensor in self._local_model.local_tensors().items()}
 
     def part_of(self, name: str) -> str:
-        return self._holding.shard_label(name)
+        return self._local_model.shard_label(name)
 
     @allow_own_calls()
     def shard_of(self, name: str, tensor: Tensor) -> Tensor | None:
-        return self._holding.shards.local_part(name, tensor)
+        return self._local_model.shards.local_part(name, tensor)
 
     @allow_own_calls()
     def state_dict(self, losses: bool) -> dict[str, Tensor]:
@@ -338,7 +338,7 @@ class TrainingRole:
         variant = f"@{self._state.replica}" if self._is_last_step_local else ""
         self._rule.load_summed_gradients(name)
         state = self.collect_state()
-        for parameter, part in optimized_parts(self._holding, self._trainers[name].local_parameters).items():
+        for parameter, part in optimized_parts(self._local_model, self._updates[name].local_parameters).items():
             gradient = part.parameter.grad
             if gradient is not None:
                 state.add(f"gradient/{parameter}{variant}", part.region, densify(gradient))
@@ -373,8 +373,8 @@ class TrainingRole:
         elsewhere = self._rule.stepping_optimizers()
         if elsewhere is not None:
             return elsewhere
-        trainer = next(iter(self._trainers.values()))
-        return [LocalOptimizer(trainer.optimizer, trainer.local_parameters, lambda: self._step)]
+        update = next(iter(self._updates.values()))
+        return [LocalOptimizer(update.optimizer, update.local_parameters, lambda: self._step)]
 
     @property
     def staleness(self) -> int:

@@ -219,14 +219,14 @@ EQUATIONS: dict[str, tuple[list[str], int, int]] = {
 def test_einsum(equation: str, data: st.DataObject, degree: int) -> None:
     operands, outputs, sums = EQUATIONS[equation]
     lengths = {c: data.draw(st.integers(2, 4)) for c in sorted({*"".join(operands)})}
-    args = [tensor(*(lengths[c] for c in letters), seed=i) for i, letters in enumerate(operands)]
+    args = [tensor(*(lengths[c] for c in dim_labels), seed=i) for i, dim_labels in enumerate(operands)]
     found = check(aten.einsum.default, [equation, args], degree=degree)
     assert len(cut_outputs(found)) == outputs
     assert cut_alike(found) == sums
     broadcast = []
-    for i, letters in enumerate(operands):
-        may = len(set(letters)) == len(letters)
-        shape = [1 if may and data.draw(st.booleans()) else lengths[c] for c in letters]
+    for i, dim_labels in enumerate(operands):
+        may = len(set(dim_labels)) == len(dim_labels)
+        shape = [1 if may and data.draw(st.booleans()) else lengths[c] for c in dim_labels]
         broadcast.append(tensor(*shape, seed=i))
     check(aten.einsum.default, [equation, broadcast], degree=degree)
 

@@ -19,7 +19,7 @@ from polylane.placement.kernels.joint_gradients import joint_gradients, wrap_lik
 from polylane.placement.kernels.random_region import RandomInRegion
 from polylane.placement.kernels.ring_attention import RingAttention, RingOverKeys, RingSchedule
 from polylane.placement.placement import PARTIAL, Cuts, Placement, Shard, divide_cuts, even_cuts, join_cuts, scale_cuts
-from polylane.placement.rules.by_dimension import Letters, strategies_by_dimension
+from polylane.placement.rules.by_dimension import DimLabels, strategies_by_dimension
 from polylane.placement.rules.registry import rule
 from polylane.placement.strategy import OperatorCall, Place, RankCall, Strategy
 
@@ -49,17 +49,17 @@ def _samples_and_heads(call: OperatorCall) -> Iterator[Strategy]:
     """Yield shards of every dimension before the last two; of heads only where all tensors have equally many."""
     out = call.outputs[0]
     # Dimensions of size 1 broadcast: they have no label and stay whole.
-    letters = [None if n == 1 else ascii_letters[d] for d, n in enumerate(out.shape[:-2])]
+    dim_labels = [None if n == 1 else ascii_letters[d] for d, n in enumerate(out.shape[:-2])]
     if call["enable_gqa"]:
-        letters[-1] = None
-    inputs: list[Letters] = []
+        dim_labels[-1] = None
+    inputs: list[DimLabels] = []
     for value in call.inputs:
-        labels = letters[len(letters) - (value.dim - 2) :] if value.dim > 2 else []
+        labels = dim_labels[len(dim_labels) - (value.dim - 2) :] if value.dim > 2 else []
         inputs.append([*(None if n == 1 else k for n, k in zip(value.shape, labels, strict=False)), None, None])
     names = {ascii_letters[d]: "batch" if d == 0 else f"dim {d}" for d in range(out.dim - 2)}
     if out.dim > 3:
         names[ascii_letters[out.dim - 3]] = "heads"
-    yield from strategies_by_dimension(call, inputs, [[*letters, None, None]], names=names, local=_attend_locally)
+    yield from strategies_by_dimension(call, inputs, [[*dim_labels, None, None]], names=names, local=_attend_locally)
 
 
 def _attend_locally(edit: RankCall) -> None:

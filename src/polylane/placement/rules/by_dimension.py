@@ -9,7 +9,7 @@ from polylane.placement.placement import PARTIAL, REPLICATE_PARTIAL_GRAD, Cuts, 
 from polylane.placement.strategy import OperatorCall, Place, RankCall, Strategy, TensorValue
 
 # A label for every dimension of a tensor; None for a dimension that is not sharded.
-Letters = Sequence[str | None]
+DimLabels = Sequence[str | None]
 
 
 def label_dimensions(value: TensorValue, uncut: Sequence[int] = ()) -> list[str | None]:
@@ -22,24 +22,24 @@ def no_labels(value: TensorValue) -> list[str | None]:
     return [None] * value.dim
 
 
-def label_inputs(call: OperatorCall, labels: Mapping[int, Letters]) -> list[Letters]:
+def label_inputs(call: OperatorCall, labels: Mapping[int, DimLabels]) -> list[DimLabels]:
     """Return the labels of all inputs from those given by index; all others have none."""
     return [labels.get(value.index, no_labels(value)) for value in call.inputs]
 
 
-def broadcast_labels(value: TensorValue, letters: Letters) -> list[str | None]:
-    """Return the labels of a value that broadcasts to dimensions with labels ``letters``."""
-    labels = letters[len(letters) - value.dim :]
+def broadcast_labels(value: TensorValue, dim_labels: DimLabels) -> list[str | None]:
+    """Return the labels of a value that broadcasts to dimensions with labels ``dim_labels``."""
+    labels = dim_labels[len(dim_labels) - value.dim :]
     return [None if n == 1 else letter for n, letter in zip(value.shape, labels, strict=True)]
 
 
-def broadcast_input_labels(call: OperatorCall, letters: Letters) -> list[list[str | None]]:
-    """Return the labels of all inputs, broadcast to ``letters``; an input that only gives its dtype has none."""
+def broadcast_input_labels(call: OperatorCall, dim_labels: DimLabels) -> list[list[str | None]]:
+    """Return the labels of all inputs, broadcast to ``dim_labels``; an input that only gives its dtype has none."""
     lender = call.arguments.get("other") if call.base in ("type_as", "to") else None
     return [
         no_labels(value)
-        if value.dim > len(letters) or (value is lender and value.shape != call.outputs[0].shape)
-        else broadcast_labels(value, letters)
+        if value.dim > len(dim_labels) or (value is lender and value.shape != call.outputs[0].shape)
+        else broadcast_labels(value, dim_labels)
         for value in call.inputs
     ]
 
@@ -53,8 +53,8 @@ def partial_sums(call: OperatorCall, *values: TensorValue | None) -> Iterator[St
 
 def strategies_by_dimension(
     call: OperatorCall,
-    inputs: Sequence[Letters],
-    outputs: Sequence[Letters],
+    inputs: Sequence[DimLabels],
+    outputs: Sequence[DimLabels],
     *,
     names: Mapping[str, str] | None = None,
     summed: str = "",
@@ -78,25 +78,29 @@ def strategies_by_dimension(
     """
     places: dict[str, list[Place]] = {}
     for part, labels in (("in", inputs), ("out", outputs)):
-        for index, letters in enumerate(labels):
-            for dim, letter in enumerate(letters):
+        for index, dim_labels in enumerate(labels):
+            for dim, letter in enumerate(dim_labels):
                 if letter is not None and letter not in skip:
                     places.setdefault(letter, []).append((part, index, dim))
     for letter, letter_places in places.items():
         # A label that is missing in the output must be summed over; otherwise ranks would have different whole results.
-        if letter not in summed and not all(letter in letters for letters in outputs):
+        if letter not in summed and not all(letter in dim_labels for dim_labels in outputs):
             continue
         for cuts in call.common_cuts(*letter_places):
-            targets: list[Placement] = [_placement_of_label(letters, letter, cuts, PARTIAL) for letters in outputs]
+            targets: list[Placement] = [
+                _placement_of_label(dim_labels, letter, cuts, PARTIAL) for dim_labels in outputs
+            ]
             # An input without the label feeds only this rank's part: its gradient is a partial sum.
             default: Placement = REPLICATE_PARTIAL_GRAD
             placed = {
-                i: _placement_of_label(letters, letter, cuts, PARTIAL if letter in summed and i in added else default)
-                for i, letters in enumerate(inputs)
+                i: _placement_of_label(
+                    dim_labels, letter, cuts, PARTIAL if letter in summed and i in added else default
+                )
+                for i, dim_labels in enumerate(inputs)
             }
             at = list(outputs[0]).index(letter) if letter in outputs[0] else letter
             yield call.strategy((names or {}).get(letter, f"dim {at}"), placed, targets, local=local)
 
 
-def _placement_of_label(letters: Letters, letter: str, cuts: Cuts, otherwise: Placement) -> Placement:
-    return Shard(list(letters).index(letter), cuts) if letter in letters else otherwise
+def _placement_of_label(dim_labels: DimLabels, letter: str, cuts: Cuts, otherwise: Placement) -> Placement:
+    return Shard(list(dim_labels).index(letter), cuts) if letter in dim_labels else otherwise

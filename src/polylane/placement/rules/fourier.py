@@ -16,8 +16,8 @@ _TRANSFORMS = tuple(f"fft_{kind}{dims}" for kind in _KINDS for dims in ("", "2",
 def transform(call: OperatorCall) -> Iterator[Strategy]:
     """One or several dimensions are transformed, each needing all its elements; lengths of others stay."""
     x = call["self"]
-    letters = label_dimensions(x, _transformed_dims(call))
-    yield from strategies_by_dimension(call, [letters], [letters])
+    dim_labels = label_dimensions(x, _transformed_dims(call))
+    yield from strategies_by_dimension(call, [dim_labels], [dim_labels])
     yield from partial_sums(call, x)
 
 

@@ -8,7 +8,7 @@ from string import ascii_uppercase
 import torch
 
 from polylane.placement.rules.by_dimension import (
-    Letters,
+    DimLabels,
     broadcast_labels,
     label_dimensions,
     label_inputs,
@@ -55,7 +55,7 @@ def _has_plain_positions(x: TensorValue, indices: Sequence[TensorValue | None]) 
     return bool(tensors) and x.dim <= 26 and not any(_is_mask(i) and i.dim == 0 for i in tensors)
 
 
-def _masked_dimensions(x: TensorValue, indices: Sequence[TensorValue | None]) -> Letters | None:
+def _masked_dimensions(x: TensorValue, indices: Sequence[TensorValue | None]) -> DimLabels | None:
     """Return the labels of the dimensions of ``x`` that a mask stands for, if that is the only index."""
     entries = [(at, i) for at, i in enumerate(indices) if i is not None]
     if len(entries) != 1 or x.dim > 26 or not _is_mask(entries[0][1]) or entries[0][1].dim == 0:
@@ -93,13 +93,17 @@ def index_put(call: OperatorCall) -> Iterator[Strategy]:
     labels, wide, result = _index_labels(x, indices)
     if values.dim > len(result):
         return
-    letters = [labels, *(_position_labels(i, wide) for i in indices if i is not None), broadcast_labels(values, result)]
+    dim_labels = [
+        labels,
+        *(_position_labels(i, wide) for i in indices if i is not None),
+        broadcast_labels(values, result),
+    ]
     positions = "".join(letter for letter in wide if letter)
-    yield from _write_strategies(call, letters, labels, positions, call["accumulate"])
+    yield from _write_strategies(call, dim_labels, labels, positions, call["accumulate"])
 
 
 def _write_strategies(
-    call: OperatorCall, inputs: Sequence[Letters], labels: Letters, positions: str, adds: bool
+    call: OperatorCall, inputs: Sequence[DimLabels], labels: DimLabels, positions: str, adds: bool
 ) -> Iterator[Strategy]:
     """Yield shards of dimensions that are not indexed, and of the positions where written values add up.
 
@@ -137,14 +141,15 @@ def gather(call: OperatorCall) -> Iterator[Strategy]:
     if x.dim == 0 or x.dim != out.dim or x.dim != at.dim or call["dim"] is None:
         return
     dim = int(call["dim"]) % x.dim
-    letters = label_dimensions(out)
+    dim_labels = label_dimensions(out)
     if call.base == "gather":  # positions may have fewer rows than the value: then rows do not correspond
-        letters = [
-            c if x.shape[d] == n or d == dim else None for d, (c, n) in enumerate(zip(letters, at.shape, strict=True))
+        dim_labels = [
+            c if x.shape[d] == n or d == dim else None
+            for d, (c, n) in enumerate(zip(dim_labels, at.shape, strict=True))
         ]
-    labels = broadcast_labels(x, letters)
+    labels = broadcast_labels(x, dim_labels)
     labels[dim] = None
-    yield from strategies_by_dimension(call, [labels, broadcast_labels(at, letters)], [letters])
+    yield from strategies_by_dimension(call, [labels, broadcast_labels(at, dim_labels)], [dim_labels])
 
 
 @rule("scatter", "scatter_add", "scatter_reduce")
@@ -164,8 +169,8 @@ def scatter(call: OperatorCall) -> Iterator[Strategy]:
     adds = src is not None and kind in ("sum", "add") and call.arguments.get("include_self", True)
     if src is not None and src.shape[dim] == at.shape[dim]:
         lists[1][dim] = lists[2][dim] = "P"
-    letters = dict(zip([v.index for v in tensors], lists, strict=True))
-    yield from _write_strategies(call, label_inputs(call, letters), labels, "P", adds)
+    dim_labels = dict(zip([v.index for v in tensors], lists, strict=True))
+    yield from _write_strategies(call, label_inputs(call, dim_labels), labels, "P", adds)
 
 
 @rule("index_add", "index_copy", "index_fill")
@@ -178,15 +183,15 @@ def index_add(call: OperatorCall) -> Iterator[Strategy]:
         return
     dim, adds = int(call["dim"]) % x.dim, call.base == "index_add"
     labels = label_dimensions(x, (dim,))
-    letters: dict[int, Letters] = {x.index: labels, at.index: ["P"]}
+    dim_labels: dict[int, DimLabels] = {x.index: labels, at.index: ["P"]}
     if source is not None:
-        letters[source.index] = [*labels[:dim], "P", *labels[dim + 1 :]]
-    yield from _write_strategies(call, label_inputs(call, letters), labels, "P", adds)
+        dim_labels[source.index] = [*labels[:dim], "P", *labels[dim + 1 :]]
+    yield from _write_strategies(call, label_inputs(call, dim_labels), labels, "P", adds)
 
 
 @rule("one_hot")
 def one_hot(call: OperatorCall) -> Iterator[Strategy]:
     """A new last dimension of classes; without ``num_classes`` their number depends on the data of all ranks."""
-    letters = label_dimensions(call["self"])
+    dim_labels = label_dimensions(call["self"])
     if call["num_classes"] >= 0:
-        yield from strategies_by_dimension(call, [letters], [[*letters, None]])
+        yield from strategies_by_dimension(call, [dim_labels], [[*dim_labels, None]])

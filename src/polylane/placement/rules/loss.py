@@ -11,7 +11,7 @@ from string import ascii_lowercase
 from polylane.placement.kernels.collective_op import all_reduce_bytes
 from polylane.placement.kernels.empty_shards import covers_all_ranks
 from polylane.placement.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD, Placement, Shard
-from polylane.placement.rules.by_dimension import Letters, broadcast_labels, label_inputs, strategies_by_dimension
+from polylane.placement.rules.by_dimension import DimLabels, broadcast_labels, label_inputs, strategies_by_dimension
 from polylane.placement.rules.registry import rule
 from polylane.placement.rules.vocabulary import MEAN, NONE, SUM, ShardedClassLoss
 from polylane.placement.strategy import OperatorCall, RankCall, Strategy, TensorValue
@@ -30,21 +30,21 @@ _OWN_MEAN = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 @rule(*ELEMENTWISE)
 def elementwise(call: OperatorCall) -> Iterator[Strategy]:
     """All tensors broadcast together: any of their dimensions."""
-    letters = _all_dimensions(call)
-    inputs = [broadcast_labels(value, letters) for value in call.inputs]
+    dim_labels = _all_dimensions(call)
+    inputs = [broadcast_labels(value, dim_labels) for value in call.inputs]
     skip = ""
     if call.base in _OWN_MEAN and call["reduction"] == MEAN:
         differentiated = [labels for labels, value in zip(inputs, call.inputs, strict=True) if value.gradient]
-        skip = "".join(letter for letter in letters if any(letter not in labels for labels in differentiated))
-    yield from _by_rows(call, inputs, letters, skip=skip)
+        skip = "".join(letter for letter in dim_labels if any(letter not in labels for labels in differentiated))
+    yield from _by_rows(call, inputs, dim_labels, skip=skip)
 
 
 @rule("triplet_margin_loss")
 def triplet(call: OperatorCall) -> Iterator[Strategy]:
     """Three tensors (..., features), broadcast: all dimensions but the last."""
-    letters = _all_dimensions(call)
-    inputs = [broadcast_labels(value, letters) for value in call.inputs]
-    yield from _by_rows(call, [[*labels[:-1], None] if labels else labels for labels in inputs], letters[:-1])
+    dim_labels = _all_dimensions(call)
+    inputs = [broadcast_labels(value, dim_labels) for value in call.inputs]
+    yield from _by_rows(call, [[*labels[:-1], None] if labels else labels for labels in inputs], dim_labels[:-1])
 
 
 @rule("cosine_embedding_loss", "multi_margin_loss", "multilabel_margin_loss")
@@ -65,7 +65,7 @@ def ctc(call: OperatorCall) -> Iterator[Strategy]:
     scores, targets = call["log_probs"], call["targets"]
     if scores.dim != 3 or targets.dim != 2:
         return
-    shapes: dict[int, Letters] = {scores.index: [None, "a", None], targets.index: ["a", None]}
+    shapes: dict[int, DimLabels] = {scores.index: [None, "a", None], targets.index: ["a", None]}
     inputs = [shapes.get(value.index, ["a"]) for value in call.inputs]
     yield from filter(covers_all_ranks, _by_rows(call, inputs, ["a"]))
 
@@ -77,8 +77,8 @@ def _all_dimensions(call: OperatorCall) -> list[str]:
 
 def _by_rows(
     call: OperatorCall,
-    inputs: Sequence[Letters],
-    letters: Sequence[str],
+    inputs: Sequence[DimLabels],
+    dim_labels: Sequence[str],
     *,
     skip: str = "",
     local: Callable[[RankCall], None] | None = None,
@@ -88,11 +88,11 @@ def _by_rows(
     Args:
         call: the loss with its argument "reduction".
         inputs: a label for every dimension of every input.
-        letters: labels of the losses before they are reduced.
+        dim_labels: labels of the losses before they are reduced.
         skip: labels that are not to be sharded.
         local: changes each rank's call; default: a mean is scaled by the share of the local samples.
     """
-    output, summed = (letters, "") if call["reduction"] == NONE else ((), "".join(letters))
+    output, summed = (dim_labels, "") if call["reduction"] == NONE else ((), "".join(dim_labels))
     yield from strategies_by_dimension(
         call, inputs, [output], names={"a": "batch"}, summed=summed, local=local or _scale_local_mean, skip=skip
     )

@@ -8,7 +8,7 @@ from string import ascii_lowercase
 
 from polylane.placement.kernels.empty_shards import covers_all_ranks
 from polylane.placement.placement import PARTIAL
-from polylane.placement.rules.by_dimension import Letters, broadcast_labels, strategies_by_dimension
+from polylane.placement.rules.by_dimension import DimLabels, broadcast_labels, strategies_by_dimension
 from polylane.placement.rules.registry import rule
 from polylane.placement.strategy import OperatorCall, RankCall, Strategy, TensorValue
 
@@ -20,7 +20,7 @@ NAMES = {"m": "rows of the left", "n": "columns", "k": "rows"}
 
 def multilinear(
     call: OperatorCall,
-    factors: Mapping[int, Letters],
+    factors: Mapping[int, DimLabels],
     output: Sequence[str],
     *,
     added: TensorValue | None = None,
@@ -41,14 +41,14 @@ def multilinear(
     """
     # A dimension of size 1 broadcasts against a longer one with the same label: it must stay whole.
     sizes: dict[str, int] = {}
-    for i, letters in factors.items():
-        for size, letter in zip(call.inputs[i].shape, letters, strict=True):
+    for i, dim_labels in factors.items():
+        for size, letter in zip(call.inputs[i].shape, dim_labels, strict=True):
             if letter is not None:
                 sizes[letter] = max(sizes.get(letter, size), size) if size != 1 else sizes.get(letter, 1)
-    inputs: list[Letters] = [[]] * len(call.inputs)
-    for i, letters in factors.items():
+    inputs: list[DimLabels] = [[]] * len(call.inputs)
+    for i, dim_labels in factors.items():
         shape = call.inputs[i].shape
-        inputs[i] = [None if n != sizes.get(c or "") else c for n, c in zip(shape, letters, strict=True)]
+        inputs[i] = [None if n != sizes.get(c or "") else c for n, c in zip(shape, dim_labels, strict=True)]
     if added is not None:
         inputs[added.index] = broadcast_labels(added, output)
     addends = [] if added is None else [added.index]
@@ -81,7 +81,7 @@ def matmul(call: OperatorCall) -> Iterator[Strategy]:
     batch_dims = max(left.dim, right.dim, 2) - 2
     batch = list(_BATCH[:batch_dims])
     m, n = ["m"] if left.dim > 1 else [], ["n"] if right.dim > 1 else []
-    factors: dict[int, Letters] = {
+    factors: dict[int, DimLabels] = {
         left.index: [*batch[batch_dims - max(left.dim - 2, 0) :], *m, "k"],
         right.index: [*batch[batch_dims - max(right.dim - 2, 0) :], "k", *n],
     }
@@ -115,8 +115,8 @@ def inner(call: OperatorCall) -> Iterator[Strategy]:
     rows = ascii_lowercase[: max(left.dim - 1, 0)]
     columns = ascii_lowercase[: max(right.dim - 1, 0)].upper()
     if not left.dim or not right.dim:
-        letters = ascii_lowercase[: max(left.dim, right.dim)]
-        yield from multilinear(call, {i: list(letters[: call.inputs[i].dim]) for i in (0, 1)}, letters)
+        dim_labels = ascii_lowercase[: max(left.dim, right.dim)]
+        yield from multilinear(call, {i: list(dim_labels[: call.inputs[i].dim]) for i in (0, 1)}, dim_labels)
         return
     yield from multilinear(call, {0: [*rows, "k"], 1: [*columns, "k"]}, [*rows, *columns])
 
@@ -139,22 +139,22 @@ def vecdot(call: OperatorCall) -> Iterator[Strategy]:
     """Dot products of vectors along one dimension, everything else broadcast."""
     dims = max(value.dim for value in call.inputs)
     # ``dim`` counts in the broadcast shape: labels of a shorter operand are the last ones.
-    letters = list(_BATCH[:dims])
-    letters[call["dim"] % dims] = "k"
-    factors = {value.index: letters[dims - value.dim :] for value in call.inputs}
-    yield from multilinear(call, factors, [letter for letter in letters if letter != "k"])
+    dim_labels = list(_BATCH[:dims])
+    dim_labels[call["dim"] % dims] = "k"
+    factors = {value.index: dim_labels[dims - value.dim :] for value in call.inputs}
+    yield from multilinear(call, factors, [letter for letter in dim_labels if letter != "k"])
 
 
 @rule("linalg_multi_dot", "chain_matmul")
 def chain(call: OperatorCall) -> Iterator[Strategy]:
     """A product of matrices; the first may be a row and the last a column."""
-    letters = [list(ascii_lowercase[i : i + 2]) for i in range(len(call.inputs))]
+    dim_labels = [list(ascii_lowercase[i : i + 2]) for i in range(len(call.inputs))]
     if call.inputs[0].dim == 1:
-        letters[0] = letters[0][1:]
+        dim_labels[0] = dim_labels[0][1:]
     if call.inputs[-1].dim == 1:
-        letters[-1] = letters[-1][:1]
-    output = [*letters[0][:-1], *letters[-1][1:]] if len(letters) > 1 else letters[0]
-    yield from multilinear(call, dict(enumerate(letters)), output)
+        dim_labels[-1] = dim_labels[-1][:1]
+    output = [*dim_labels[0][:-1], *dim_labels[-1][1:]] if len(dim_labels) > 1 else dim_labels[0]
+    yield from multilinear(call, dict(enumerate(dim_labels)), output)
 
 
 @rule("bilinear")
@@ -162,7 +162,7 @@ def bilinear(call: OperatorCall) -> Iterator[Strategy]:
     """x (..., i), y (..., j), W (n, i, j), b (n) -> (..., n)."""
     x, y, weight = call["input1"], call["input2"], call["weight"]
     rows = [c for c in ascii_lowercase if c not in "ijn"][: x.dim - 1]
-    factors: dict[int, Letters] = {
+    factors: dict[int, DimLabels] = {
         x.index: [*rows, "i"],
         y.index: [*rows, "j"],
         weight.index: ["n", "i", "j"],
@@ -176,8 +176,8 @@ def bilinear(call: OperatorCall) -> Iterator[Strategy]:
 def einsum(call: OperatorCall) -> Iterator[Strategy]:
     """Any equation; a label that one operand has twice (a diagonal) is not sharded."""
     inputs, output = parse_equation(call["equation"], [value.dim for value in call.inputs])
-    twice = "".join({c for letters in inputs for c, times in Counter(letters).items() if times > 1})
-    names = {c: f"dim {c}" for letters in inputs for c in letters}
+    twice = "".join({c for dim_labels in inputs for c, times in Counter(dim_labels).items() if times > 1})
+    names = {c: f"dim {c}" for dim_labels in inputs for c in dim_labels}
     yield from multilinear(call, dict(enumerate(inputs)), output, names=names, skip=twice)
 
 
@@ -215,14 +215,14 @@ def cdist(call: OperatorCall) -> Iterator[Strategy]:
     left, right = call["x1"], call["x2"]
     batch_dims = max(left.dim, right.dim) - 2
     batch = list(_BATCH[:batch_dims])
-    letters: list[Letters] = [
+    dim_labels: list[DimLabels] = [
         broadcast_labels(left, [*batch, "m", "k"]), broadcast_labels(right, [*batch, "n", "k"]),
     ]  # fmt: skip
     names = {"m": "rows of the left", "n": "rows of the right"}
     sizes = (left.shape[-2], right.shape[-2])
     crosses = call["p"] == 2 and not call["compute_mode"] and max(sizes) > _CDIST_ROWS
     strategies = strategies_by_dimension(
-        call, letters, [[*batch, "m", "n"]], names=names, local=_keep_product if crosses else None, skip="k"
+        call, dim_labels, [[*batch, "m", "n"]], names=names, local=_keep_product if crosses else None, skip="k"
     )
     yield from strategies
 

@@ -11,7 +11,7 @@ from polylane.placement.kernels import normalization as kernels
 from polylane.placement.kernels.collective_op import all_reduce_bytes, call_along_axis, collective_strategy
 from polylane.placement.kernels.empty_shards import skip_empty_ranks
 from polylane.placement.placement import Shard
-from polylane.placement.rules.by_dimension import Letters, label_dimensions, label_inputs, strategies_by_dimension
+from polylane.placement.rules.by_dimension import DimLabels, label_dimensions, label_inputs, strategies_by_dimension
 from polylane.placement.rules.convolution import strategies_in_units
 from polylane.placement.rules.registry import rule
 from polylane.placement.strategy import OperatorCall, RankCall, Strategy, TensorValue
@@ -51,8 +51,10 @@ def leading_dimensions(call: OperatorCall) -> Iterator[Strategy]:
     """All leading dimensions; the statistics are outputs of some operators."""
     x = call["input"]
     behind = len(call["normalized_shape"])
-    letters = [*label_dimensions(x)[: x.dim - behind], *[None] * behind]
-    yield from strategies_by_dimension(call, label_inputs(call, {x.index: letters}), [letters for _ in call.outputs])
+    dim_labels = [*label_dimensions(x)[: x.dim - behind], *[None] * behind]
+    yield from strategies_by_dimension(
+        call, label_inputs(call, {x.index: dim_labels}), [dim_labels for _ in call.outputs]
+    )
 
 
 # ---- over channels and space -----------------------------------------------------------------------------------------
@@ -92,9 +94,9 @@ def instance_norm(call: OperatorCall) -> Iterator[Strategy]:
     uses_input, running = bool(call["use_input_stats"]), call["running_mean"] is not None
     if uses_input and running:  # running statistics are written in place, from all samples
         return
-    letters = label_dimensions(x) if not uses_input else [*label_dimensions(x)[:2], *[None] * (x.dim - 2)]
+    dim_labels = label_dimensions(x) if not uses_input else [*label_dimensions(x)[:2], *[None] * (x.dim - 2)]
     yield from map(
-        skip_empty_ranks, strategies_by_dimension(call, _per_channel(call, letters), [letters], names=_NAMES)
+        skip_empty_ranks, strategies_by_dimension(call, _per_channel(call, dim_labels), [dim_labels], names=_NAMES)
     )
     if uses_input:
         yield from _over_space(
@@ -105,9 +107,9 @@ def instance_norm(call: OperatorCall) -> Iterator[Strategy]:
 _NAMES = {"a": "samples", "b": "channels"}  # the labels of an input's first two dimensions
 
 
-def _per_channel(call: OperatorCall, letters: Letters) -> list[Letters]:
+def _per_channel(call: OperatorCall, dim_labels: DimLabels) -> list[DimLabels]:
     channels = _present_inputs(call, "weight", "bias", "running_mean", "running_var")
-    return label_inputs(call, {call["input"].index: letters, **{value.index: letters[1:2] for value in channels}})
+    return label_inputs(call, {call["input"].index: dim_labels, **{value.index: dim_labels[1:2] for value in channels}})
 
 
 @rule("batch_norm", composes=True)
@@ -116,22 +118,24 @@ def batch_norm(call: OperatorCall) -> Iterator[Strategy]:
 
     In training the statistics of a part of the samples or of space are summed over the axis.
     """
-    letters = label_dimensions(call["input"])
+    dim_labels = label_dimensions(call["input"])
     training = bool(call["training"])
     # Channels never need communication; other dimensions share statistics in training only.
-    labels = "".join(letter for letter in letters if letter)
-    inputs = _per_channel(call, letters)
-    channels = letters[1] or ""
+    labels = "".join(letter for letter in dim_labels if letter)
+    inputs = _per_channel(call, dim_labels)
+    channels = dim_labels[1] or ""
     other_labels = labels.replace(channels, "")
-    yield from map(skip_empty_ranks, strategies_by_dimension(call, inputs, [letters], names=_NAMES, skip=other_labels))
+    yield from map(
+        skip_empty_ranks, strategies_by_dimension(call, inputs, [dim_labels], names=_NAMES, skip=other_labels)
+    )
     if not training:
-        yield from strategies_by_dimension(call, inputs, [letters], names=_NAMES, skip=channels)
+        yield from strategies_by_dimension(call, inputs, [dim_labels], names=_NAMES, skip=channels)
     elif call.prefix:
         # Forward one all-reduce of two sums per channel and a count in float64, backward another.
         size = 4 * call["input"].shape[1] + 1
         sent = all_reduce_bytes(size, 8, call.degree, 1)
         for strategy in strategies_by_dimension(
-            call, inputs, [letters], names=_NAMES, skip=channels, local=_over_parts
+            call, inputs, [dim_labels], names=_NAMES, skip=channels, local=_over_parts
         ):
             yield replace(strategy, sent=sent, messages=2)
 

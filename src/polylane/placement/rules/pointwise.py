@@ -54,8 +54,10 @@ def pointwise(call: OperatorCall) -> Iterator[Strategy]:
     """Shards of each dimension of the output, and of every input that has it and does not broadcast along it."""
     if call.written_inputs or not call.outputs or call.op == "aten.where.default":  # where(condition) is nonzero()
         return
-    letters = label_dimensions(call.outputs[0])
-    yield from strategies_by_dimension(call, broadcast_input_labels(call, letters), [letters for _ in call.outputs])
+    dim_labels = label_dimensions(call.outputs[0])
+    yield from strategies_by_dimension(
+        call, broadcast_input_labels(call, dim_labels), [dim_labels for _ in call.outputs]
+    )
     yield from _on_partial_sums(call)
 
 
@@ -74,19 +76,19 @@ def _on_partial_sums(call: OperatorCall) -> Iterator[Strategy]:
 @rule("prelu")
 def prelu(call: OperatorCall) -> Iterator[Strategy]:
     """x (N, C, ...), with a slope for every channel, or one for all."""
-    letters = label_dimensions(call.outputs[0])
-    slopes = [letters[1] if call["weight"].shape != (1,) and len(letters) > 1 else None] * call["weight"].dim
-    yield from strategies_by_dimension(call, [letters, slopes], [letters])
+    dim_labels = label_dimensions(call.outputs[0])
+    slopes = [dim_labels[1] if call["weight"].shape != (1,) and len(dim_labels) > 1 else None] * call["weight"].dim
+    yield from strategies_by_dimension(call, [dim_labels, slopes], [dim_labels])
 
 
 @rule("glu")
 def glu(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; the halved one if both halves are cut alike."""
     x, out = call["self"], call.outputs[0]
-    letters = label_dimensions(out)
+    dim_labels = label_dimensions(out)
     halved = call["dim"] % max(x.dim, 1)
-    name, letters[halved] = letters[halved], None
-    yield from strategies_by_dimension(call, [letters], [letters])
+    name, dim_labels[halved] = dim_labels[halved], None
+    yield from strategies_by_dimension(call, [dim_labels], [dim_labels])
     if name is None:
         return
     # Each rank needs the same positions of both halves: two segments, cut alike.

@@ -38,11 +38,11 @@ def _by_kept(call: OperatorCall, dims: Sequence[int], spatial: int | None = None
         spatial: number of spatial dimensions behind samples and channels; None where that is not known.
     """
     x = call.inputs[0]
-    letters = label_dimensions(x, [d for d in range(x.dim) if d not in dims])
+    dim_labels = label_dimensions(x, [d for d in range(x.dim) if d not in dims])
     names = {ascii_letters[d]: f"dim {d}" for d in dims}
     if spatial is not None:
         names |= {ascii_letters[x.dim - spatial - 1]: "channels", ascii_letters[x.dim - spatial - 2]: "samples"}
-    inputs, outputs = [letters] * len(call.inputs), [letters] * len(call.outputs)
+    inputs, outputs = [dim_labels] * len(call.inputs), [dim_labels] * len(call.outputs)
     yield from map(skip_empty_ranks, strategies_by_dimension(call, inputs, outputs, names=names))
 
 
@@ -240,8 +240,8 @@ def grid_sampler(call: OperatorCall) -> Iterator[Strategy]:
     x = call["input"]
     names = dict(zip("ncdhw", ("samples", "channels", "depth", "height", "width"), strict=True))
     places = "dhw"[-(x.dim - 2) :]
-    letters = [["n", "c", *[None] * len(places)], ["n", *places, None]]
-    strategies = strategies_by_dimension(call, letters, [["n", "c", *places]], names=names)
+    dim_labels = [["n", "c", *[None] * len(places)], ["n", *places, None]]
+    strategies = strategies_by_dimension(call, dim_labels, [["n", "c", *places]], names=names)
     yield from map(skip_empty_ranks, strategies)
 
 

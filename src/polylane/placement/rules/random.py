@@ -54,8 +54,10 @@ def multinomial(call: OperatorCall) -> Iterator[Strategy]:
 def drawn(call: OperatorCall) -> Iterator[Strategy]:
     """Random values in the shape of the inputs: any dimension."""
     if call.prefix and not call.written_inputs:
-        letters = label_dimensions(call.outputs[0])
-        yield from strategies_by_dimension(call, broadcast_input_labels(call, letters), [letters], local=_draw_part)
+        dim_labels = label_dimensions(call.outputs[0])
+        yield from strategies_by_dimension(
+            call, broadcast_input_labels(call, dim_labels), [dim_labels], local=_draw_part
+        )
 
 
 def _draw_part(edit: RankCall) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from polylane.placement.kernels.random_region import draw_locally
-from polylane.placement.rules.by_dimension import Letters, label_inputs, strategies_by_dimension
+from polylane.placement.rules.by_dimension import DimLabels, label_inputs, strategies_by_dimension
 from polylane.placement.rules.registry import rule
 from polylane.placement.strategy import OperatorCall, Strategy
 
-_STATE: Letters = (None, "b", None)  # (layers * directions, batch, features)
+_STATE: DimLabels = (None, "b", None)  # (layers * directions, batch, features)
 
 
 @rule("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -21,9 +21,9 @@ def recurrent(call: OperatorCall) -> Iterator[Strategy]:
     # Dropout without a key would draw other numbers on every rank.
     if drops and not call.prefix:
         return
-    sequences: Letters = ("b", None, None) if call["batch_first"] else (None, "b", None)
+    sequences: DimLabels = ("b", None, None) if call["batch_first"] else (None, "b", None)
     states = call["hx"] if isinstance(call["hx"], (list, tuple)) else [call["hx"]]
-    labels: dict[int, Letters] = {call["input"].index: sequences, **{state.index: _STATE for state in states}}
+    labels: dict[int, DimLabels] = {call["input"].index: sequences, **{state.index: _STATE for state in states}}
     if "lengths" in call.arguments:  # sequences of several lengths
         labels[call["lengths"].index] = ("b",)
     inputs = label_inputs(call, labels)
@@ -39,6 +39,6 @@ def recurrent_cell(call: OperatorCall) -> Iterator[Strategy]:
     states = call["hx"] if isinstance(call["hx"], (list, tuple)) else [call["hx"]]
     if any(value.dim != 2 for value in (call["input"], *states)):
         return
-    rows: Letters = ("b", None)
+    rows: DimLabels = ("b", None)
     inputs = label_inputs(call, {value.index: rows for value in (call["input"], *states)})
     yield from strategies_by_dimension(call, inputs, [rows] * len(call.outputs), names={"b": "batch"})

@@ -11,7 +11,7 @@ from polylane.placement.kernels import reduction as kernels
 from polylane.placement.kernels.collective_op import collective_strategy
 from polylane.placement.placement import PARTIAL, REPLICATE, Placement, Shard
 from polylane.placement.rules.by_dimension import (
-    Letters,
+    DimLabels,
     broadcast_input_labels,
     label_dimensions,
     partial_sums,
@@ -30,36 +30,42 @@ def _reduced_dims(call: OperatorCall) -> list[int]:
     return sorted({d % max(x.dim, 1) for d in ([dims] if isinstance(dims, int) else dims)} if x.dim else ())
 
 
-def _kept_labels(letters: Letters, call: OperatorCall, dims: Sequence[int]) -> list[str | None]:
+def _kept_labels(dim_labels: DimLabels, call: OperatorCall, dims: Sequence[int]) -> list[str | None]:
     """Return the labels of a reduction's output."""
     if call.arguments.get("keepdim"):
-        return [None if d in dims else letter for d, letter in enumerate(letters)]
-    return [letter for d, letter in enumerate(letters) if d not in dims]
+        return [None if d in dims else letter for d, letter in enumerate(dim_labels)]
+    return [letter for d, letter in enumerate(dim_labels) if d not in dims]
 
 
 @rule("nanmean", "prod", "argmax", "argmin", "aminmax", "median", "nanmedian", "mode", "kthvalue")
 def cut_kept_dims(call: OperatorCall) -> Iterator[Strategy]:
     """Dimensions that are not reduced."""
     dims = _reduced_dims(call)
-    letters = label_dimensions(call.inputs[0], dims)
-    labels = _kept_labels(letters, call, dims)
+    dim_labels = label_dimensions(call.inputs[0], dims)
+    labels = _kept_labels(dim_labels, call, dims)
     if all(out.dim == len(labels) for out in call.outputs):
-        yield from strategies_by_dimension(call, [letters], [labels for _ in call.outputs])
+        yield from strategies_by_dimension(call, [dim_labels], [labels for _ in call.outputs])
 
 
 @rule("nansum", "count_nonzero")
 def cut_any_dim(call: OperatorCall, local: Callable[[RankCall], None] | None = None) -> Iterator[Strategy]:
     """Any dimension; over a reduced one the outputs are partial sums."""
     dims = _reduced_dims(call)
-    letters = label_dimensions(call.inputs[0])
-    labels = _kept_labels(letters, call, dims)
+    dim_labels = label_dimensions(call.inputs[0])
+    labels = _kept_labels(dim_labels, call, dims)
     if call.outputs[0].dim == len(labels):
-        added = "".join(letters[d] or "" for d in dims)
-        skip = "".join(letter for letter in letters if letter and letter not in added)
+        added = "".join(dim_labels[d] or "" for d in dims)
+        skip = "".join(letter for letter in dim_labels if letter and letter not in added)
         # Twice, for kept and for reduced dimensions: only the latter are summed over and change the local call.
-        yield from strategies_by_dimension(call, [letters], [labels], skip=added)
+        yield from strategies_by_dimension(call, [dim_labels], [labels], skip=added)
         yield from strategies_by_dimension(
-            call, [letters], [labels], names={c: f"over dim {c}" for c in added}, summed=added, local=local, skip=skip
+            call,
+            [dim_labels],
+            [labels],
+            names={c: f"over dim {c}" for c in added},
+            summed=added,
+            local=local,
+            skip=skip,
         )
 
 
@@ -176,8 +182,8 @@ def along(call: OperatorCall) -> Iterator[Strategy]:
     """Every dimension but the one along which they work."""
     x = call.inputs[0]
     if x.dim:
-        letters = label_dimensions(x, [call.arguments.get("dim", 0) % x.dim])
-        yield from strategies_by_dimension(call, [letters], [letters for _ in call.outputs])
+        dim_labels = label_dimensions(x, [call.arguments.get("dim", 0) % x.dim])
+        yield from strategies_by_dimension(call, [dim_labels], [dim_labels for _ in call.outputs])
 
 
 @rule("cosine_similarity")
@@ -185,25 +191,25 @@ def cosine_similarity(call: OperatorCall) -> Iterator[Strategy]:
     """Every dimension but the one of the vectors."""
     out, places = call.outputs[0], max(v.dim for v in call.inputs)
     along = call["dim"] % max(places, 1)
-    letters = label_dimensions(out)
-    letters.insert(along, None)
+    dim_labels = label_dimensions(out)
+    dim_labels.insert(along, None)
     yield from strategies_by_dimension(
-        call, broadcast_input_labels(call, letters), [letters[:along] + letters[along + 1 :]]
+        call, broadcast_input_labels(call, dim_labels), [dim_labels[:along] + dim_labels[along + 1 :]]
     )
 
 
 @rule("pairwise_distance")
 def pairwise_distance(call: OperatorCall) -> Iterator[Strategy]:
     """Every dimension but the last one, that of the vectors."""
-    letters = label_dimensions(call.outputs[0])
-    places = letters if call["keepdim"] else [*letters, None]
-    yield from strategies_by_dimension(call, broadcast_input_labels(call, places), [letters])
+    dim_labels = label_dimensions(call.outputs[0])
+    places = dim_labels if call["keepdim"] else [*dim_labels, None]
+    yield from strategies_by_dimension(call, broadcast_input_labels(call, places), [dim_labels])
 
 
 @rule("diff")
 def diff(call: OperatorCall) -> Iterator[Strategy]:
     """Every dimension but the one along which neighbours are subtracted, and partial sums."""
     x = call.inputs[0]
-    letters = label_dimensions(x, [call["dim"] % max(x.dim, 1)])
-    yield from strategies_by_dimension(call, [letters for _ in call.inputs], [letters])
+    dim_labels = label_dimensions(x, [call["dim"] % max(x.dim, 1)])
+    yield from strategies_by_dimension(call, [dim_labels for _ in call.inputs], [dim_labels])
     yield from partial_sums(call, *call.inputs)

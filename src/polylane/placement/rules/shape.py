@@ -145,16 +145,16 @@ def _view_as_type(call: OperatorCall) -> Iterator[Strategy]:
     """The same bytes as another dtype: the last dimension may change its length."""
     x, out = call["self"], call.outputs[0]
     same_size = x.dtype.itemsize == out.dtype.itemsize
-    letters = label_dimensions(x, () if same_size else (x.dim - 1,))
-    yield from strategies_by_dimension(call, [letters], [letters])
+    dim_labels = label_dimensions(x, () if same_size else (x.dim - 1,))
+    yield from strategies_by_dimension(call, [dim_labels], [dim_labels])
 
 
 @rule("view_as_complex", "view_as_real")
 def complex_view(call: OperatorCall) -> Iterator[Strategy]:
     """Real and imaginary part are a last dimension of two: all other dimensions."""
     x, out = call["self"], call.outputs[0]
-    letters = label_dimensions(min(x, out, key=lambda v: v.dim))
-    shapes = [[*letters, *[None] * (v.dim - len(letters))] for v in (x, out)]
+    dim_labels = label_dimensions(min(x, out, key=lambda v: v.dim))
+    shapes = [[*dim_labels, *[None] * (v.dim - len(dim_labels))] for v in (x, out)]
     yield from strategies_by_dimension(call, shapes[:1], shapes[1:])
     yield from partial_sums(call, x)
 
@@ -184,12 +184,12 @@ def permuted(call: OperatorCall) -> Iterator[Strategy]:
 def expand(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; along an expanded one every rank expands its whole input to its own part."""
     x, out = call["self"], call.outputs[0]
-    letters = label_dimensions(out)
+    dim_labels = label_dimensions(out)
     # A second tensor (expand_as) only gives a shape: it may be whole or placed like the output.
-    for label in (no_labels, lambda _: letters):
+    for label in (no_labels, lambda _: dim_labels):
         other_labels = [label(v) for v in call.inputs[1:]]
         yield from strategies_by_dimension(
-            call, [broadcast_labels(x, letters), *other_labels], [letters], local=_expand_locally
+            call, [broadcast_labels(x, dim_labels), *other_labels], [dim_labels], local=_expand_locally
         )
     yield from partial_sums(call, x)
 
@@ -201,9 +201,9 @@ def _expand_locally(edit: RankCall) -> None:
 @rule("broadcast_tensors")
 def broadcast_tensors(call: OperatorCall) -> Iterator[Strategy]:
     """All tensors to one shape: those with the dimension are sharded along it, those that broadcast are whole."""
-    letters = label_dimensions(call.outputs[0])
+    dim_labels = label_dimensions(call.outputs[0])
     yield from strategies_by_dimension(
-        call, [broadcast_labels(v, letters) for v in call.inputs], [letters for _ in call.outputs]
+        call, [broadcast_labels(v, dim_labels) for v in call.inputs], [dim_labels for _ in call.outputs]
     )
     yield from partial_sums(call, *call.inputs)
 
@@ -249,8 +249,8 @@ def repeat_interleave(call: OperatorCall) -> Iterator[Strategy]:
     x, out, dim = call["self"], call.outputs[0], call["dim"]
     yield from partial_sums(call, x)
     if dim is not None:
-        letters = label_dimensions(x, (dim % max(x.dim, 1),))
-        yield from strategies_by_dimension(call, [letters, *map(no_labels, call.inputs[1:])], [letters])
+        dim_labels = label_dimensions(x, (dim % max(x.dim, 1),))
+        yield from strategies_by_dimension(call, [dim_labels, *map(no_labels, call.inputs[1:])], [dim_labels])
     if isinstance(call["repeats"], TensorValue) or 0 in out.shape:
         return
     at = 0 if dim is None else dim % max(x.dim, 1)
@@ -280,16 +280,16 @@ def turned(call: OperatorCall) -> Iterator[Strategy]:
         return
     dims = {"fliplr": [1], "flipud": [0]}.get(call.base) or call["dims"]
     if dims or call.base == "flip":  # a roll without dimensions runs over the flattened tensor
-        letters = label_dimensions(x, [d % max(x.dim, 1) for d in dims])
-        yield from strategies_by_dimension(call, [letters], [letters])
+        dim_labels = label_dimensions(x, [d % max(x.dim, 1) for d in dims])
+        yield from strategies_by_dimension(call, [dim_labels], [dim_labels])
 
 
 @rule("tril", "triu")
 def triangle(call: OperatorCall) -> Iterator[Strategy]:
     """One side of a diagonal is zeroed; a shard of rows or columns shifts the diagonal."""
     x = call["self"]
-    letters = label_dimensions(x, (x.dim - 2, x.dim - 1))
-    yield from strategies_by_dimension(call, [letters], [letters])
+    dim_labels = label_dimensions(x, (x.dim - 2, x.dim - 1))
+    yield from strategies_by_dimension(call, [dim_labels], [dim_labels])
     yield from partial_sums(call, x)
     # A shift can describe a contiguous part only.
     for dim, sign in ((x.dim - 2, 1), (x.dim - 1, -1)):
@@ -312,8 +312,8 @@ def diagonal(call: OperatorCall) -> Iterator[Strategy]:
     x, out = call["self"], call.outputs[0]
     wide = max(x.dim, out.dim)
     pair = {int(call["dim1"]) % wide, int(call["dim2"]) % wide}
-    letters = iter(ascii_letters)
-    matrix = [None if d in pair else next(letters) for d in range(wide)]
+    dim_labels = iter(ascii_letters)
+    matrix = [None if d in pair else next(dim_labels) for d in range(wide)]
     line = [c for c in matrix if c is not None] + [None]
     yield from strategies_by_dimension(call, *([[line], [matrix]] if call.base == "diag_embed" else [[matrix], [line]]))
     yield from partial_sums(call, x)
@@ -324,8 +324,8 @@ def unfold(call: OperatorCall) -> Iterator[Strategy]:
     """Windows along a dimension, which is not sharded."""
     x = call["self"]
     if x.dim:
-        letters = label_dimensions(x, (int(call["dimension"]) % x.dim,))
-        yield from strategies_by_dimension(call, [letters], [[*letters, None]])
+        dim_labels = label_dimensions(x, (int(call["dimension"]) % x.dim,))
+        yield from strategies_by_dimension(call, [dim_labels], [[*dim_labels, None]])
     yield from partial_sums(call, x)
 
 
@@ -335,8 +335,8 @@ def unfold(call: OperatorCall) -> Iterator[Strategy]:
 @rule("zeros_like", "ones_like", "full_like", "empty_like")
 def constant_like(call: OperatorCall) -> Iterator[Strategy]:
     """A constant in another tensor's shape, placed as that one; a partial sum gives the whole shape."""
-    letters = label_dimensions(call["self"])
-    yield from strategies_by_dimension(call, [letters], [letters])
+    dim_labels = label_dimensions(call["self"])
+    yield from strategies_by_dimension(call, [dim_labels], [dim_labels])
     yield call.strategy("whole", {0: PARTIAL}, REPLICATE)
 
 

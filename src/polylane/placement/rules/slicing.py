@@ -94,9 +94,9 @@ def _split_dim(call: OperatorCall) -> int:
 def split(call: OperatorCall) -> Iterator[Strategy]:
     """Pieces of a dimension: each sharded separately (three projections in one matrix), or along another dimension."""
     x, dim = call["self"], _split_dim(call)
-    letters = label_dimensions(x, (dim,))
+    dim_labels = label_dimensions(x, (dim,))
     yield from strategies_by_dimension(
-        call, [letters, *map(no_labels, call.inputs[1:])], [letters for _ in call.outputs]
+        call, [dim_labels, *map(no_labels, call.inputs[1:])], [dim_labels for _ in call.outputs]
     )
     yield from partial_sums(call, x)
     if len(call.inputs) == 1 and 0 not in x.shape:
@@ -128,8 +128,8 @@ def cat(call: OperatorCall) -> Iterator[Strategy]:
     dim, out = _cat_dim(call), call.outputs[0]
     if dim is None:
         return
-    letters = label_dimensions(out, (dim,))
-    yield from strategies_by_dimension(call, [letters for _ in call.inputs], [letters])
+    dim_labels = label_dimensions(out, (dim,))
+    yield from strategies_by_dimension(call, [dim_labels for _ in call.inputs], [dim_labels])
     if 0 not in out.shape:
         for full_cuts, parts in cuts_of_pieces(call, out, call.inputs, dim):
             yield call.strategy("pieces", {i: Shard(dim, cuts) for i, cuts in enumerate(parts)}, Shard(dim, full_cuts))
@@ -139,8 +139,10 @@ def cat(call: OperatorCall) -> Iterator[Strategy]:
 def stack(call: OperatorCall) -> Iterator[Strategy]:
     """A new dimension, which is not sharded."""
     dim = int(call["dim"]) % call.outputs[0].dim
-    letters = label_dimensions(call.inputs[0])
-    yield from strategies_by_dimension(call, [letters for _ in call.inputs], [[*letters[:dim], None, *letters[dim:]]])
+    dim_labels = label_dimensions(call.inputs[0])
+    yield from strategies_by_dimension(
+        call, [dim_labels for _ in call.inputs], [[*dim_labels[:dim], None, *dim_labels[dim:]]]
+    )
     yield from partial_sums(call, *call.inputs)
 
 
@@ -151,8 +153,10 @@ def stack(call: OperatorCall) -> Iterator[Strategy]:
 def unbind(call: OperatorCall) -> Iterator[Strategy]:
     """All elements along a dimension, which is not sharded."""
     x, dim = call["self"], int(call["dim"]) % call["self"].dim
-    letters = label_dimensions(x, (dim,))
-    yield from strategies_by_dimension(call, [letters], [letters[:dim] + letters[dim + 1 :] for _ in call.outputs])
+    dim_labels = label_dimensions(x, (dim,))
+    yield from strategies_by_dimension(
+        call, [dim_labels], [dim_labels[:dim] + dim_labels[dim + 1 :] for _ in call.outputs]
+    )
     yield from partial_sums(call, x)
 
 
@@ -182,8 +186,8 @@ def _select_locally(edit: RankCall) -> None:
 def stretch(call: OperatorCall) -> Iterator[Strategy]:
     """A range of a dimension; where that is sharded, every rank keeps what it has of the range, perhaps nothing."""
     x, out, dim = call["self"], call.outputs[0], int(call["dim"]) % call["self"].dim
-    letters = label_dimensions(x, (dim,))
-    yield from strategies_by_dimension(call, [letters, *map(no_labels, call.inputs[1:])], [letters])
+    dim_labels = label_dimensions(x, (dim,))
+    yield from strategies_by_dimension(call, [dim_labels, *map(no_labels, call.inputs[1:])], [dim_labels])
     yield from partial_sums(call, x)
     if len(call.inputs) > 1 or 0 in out.shape:  # a start that depends on the data
         return
@@ -272,7 +276,7 @@ def _slice_locally(start: int, stop: int, step: int, edit: RankCall) -> None:
 def slice_scatter(call: OperatorCall) -> Iterator[Strategy]:
     """A value with a piece of it replaced: all dimensions but the one along which the piece is."""
     x, src, dim = call["self"], call["src"], int(call["dim"]) % call["self"].dim
-    letters = label_dimensions(x, (dim,))
-    source_labels = letters if src.dim == x.dim else letters[:dim] + letters[dim + 1 :]
-    yield from strategies_by_dimension(call, [letters, source_labels], [letters])
+    dim_labels = label_dimensions(x, (dim,))
+    source_labels = dim_labels if src.dim == x.dim else dim_labels[:dim] + dim_labels[dim + 1 :]
+    yield from strategies_by_dimension(call, [dim_labels, source_labels], [dim_labels])
     yield from partial_sums(call, x, src)

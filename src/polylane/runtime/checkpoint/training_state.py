@@ -34,8 +34,8 @@ class WorkerTrainingState:
     """Collects and restores the state of one worker that trains.
 
     Args:
-        holding: the worker's parameters and buffers.
-        trainers: optimizers and schedulers, by the name of the objective.
+        local_model: the worker's parameters and buffers.
+        updates: optimizers and schedulers, by the name of the objective.
         sync: the worker's gradient synchronization.
         required: which parameters require a gradient.
 
@@ -46,15 +46,15 @@ class WorkerTrainingState:
 
     def __init__(
         self,
-        holding: LocalModel,
-        trainers: Mapping[str, ObjectiveUpdate],
+        local_model: LocalModel,
+        updates: Mapping[str, ObjectiveUpdate],
         sync: GradientSync,
         required: RequiredGradients,
     ) -> None:
-        self._local_model, self._trainers, self._sync, self._required = holding, trainers, sync, required
-        plan = holding.prepared.plan
-        self.replica = plan.stage_and_replica(holding.world.rank)[1]
-        self.replicas = plan.degree("data", holding.stage)
+        self._local_model, self._updates, self._sync, self._required = local_model, updates, sync, required
+        plan = local_model.prepared.plan
+        self.replica = plan.stage_and_replica(local_model.world.rank)[1]
+        self.replicas = plan.degree("data", local_model.stage)
         # Weights, buffers and momenta of local SGD are each replica's own.
         self._variant = f"@{self.replica}" if plan.sync.every > 1 else ""
         # Running statistics of asynchronous replicas are, whose weights are the servers'.
@@ -66,24 +66,24 @@ class WorkerTrainingState:
         Raises:
             PolylaneError: a state of an optimizer or scheduler is of a type that no file has.
         """
-        state, holding = WorkerState(), self._local_model
+        state, local_model = WorkerState(), self._local_model
         on_servers = self._sync.server_parameters
-        for tensor in model_tensors(holding):
+        for tensor in model_tensors(local_model):
             name = tensor.name.partition("/")[2]
-            if speaks_for(holding, name) and name not in on_servers:
+            if speaks_for(local_model, name) and name not in on_servers:
                 state.add(tensor.name + self._variant_of(name), tensor.region, tensor.local)
-        for name, trainer in self._trainers.items():
+        for name, update in self._updates.items():
             if not on_servers:
-                state.extend(self._collect_optimizer(name, trainer))
-            if holding.world.rank == 0:
-                state.plain |= collect_options(name, trainer.optimizer, trainer.scheduler)
+                state.extend(self._collect_optimizer(name, update))
+            if local_model.world.rank == 0:
+                state.plain |= collect_options(name, update.optimizer, update.scheduler)
         state.extend(self._sync.collect_state(self.replica))
-        for name, trainer in self._trainers.items():
-            state.extend(trainer.compressor.collect_state(name, holding, self.replica))
-        state.extend(_collect_random(holding.world))
-        state.plain |= collect_python_state(holding, self.replica)
-        if holding.world.rank == 0:
-            state.plain |= {"replicas": self.replicas, "weights": state_dict_names(holding)}
+        for name, update in self._updates.items():
+            state.extend(update.compressor.collect_state(name, local_model, self.replica))
+        state.extend(_collect_random(local_model.world))
+        state.plain |= collect_python_state(local_model, self.replica)
+        if local_model.world.rank == 0:
+            state.plain |= {"replicas": self.replicas, "weights": state_dict_names(local_model)}
             state.plain["requires_grad"] = self._required.turned_names()
         return state
 
@@ -93,50 +93,50 @@ class WorkerTrainingState:
         Raises:
             PolylaneError: it is of another model or optimizer, or damaged.
         """
-        holding = self._local_model
-        saved.refuse_other_weights(state_dict_names(holding))
-        for tensor in model_tensors(holding):
+        local_model = self._local_model
+        saved.refuse_other_weights(state_dict_names(local_model))
+        for tensor in model_tensors(local_model):
             name = tensor.name.partition("/")[2]
             saved.fill(tensor.name + self._variant_of(name), tensor.region, tensor.local)
-        holding.buffers.mark_restored(holding.stages_of_buffers())
-        for name, trainer in self._trainers.items():
-            restore_options(name, trainer.optimizer, trainer.scheduler, saved.plain)
+        local_model.buffers.mark_restored(local_model.stages_of_buffers())
+        for name, update in self._updates.items():
+            restore_options(name, update.optimizer, update.scheduler, saved.plain)
             if not self._sync.server_parameters:
-                built, parts = trainer.optimizer, optimized_parts(holding, trainer.local_parameters)
+                built, parts = update.optimizer, optimized_parts(local_model, update.local_parameters)
                 restore_optimizer(name, built, parts, saved.plain, saved.fill, self._variant)
-                names = self._names_of(trainer)
+                names = self._names_of(update)
                 restore_attributes(name, built, names, parts, saved.plain, saved.fill, self._variant)
         self._required.restore(saved.plain.get("requires_grad", {}))
         self._sync.restore_state(saved, self.replica)
-        restore_python_state(holding.prepared, holding.tensors.model, self.replica, saved.plain)
-        for name, trainer in self._trainers.items():
-            trainer.compressor.restore_state(name, holding, self.replica, saved)
-        if saved.was_saved_by(holding.prepared.plan):
-            _restore_random(holding.world, saved)
+        restore_python_state(local_model.prepared, local_model.tensors.model, self.replica, saved.plain)
+        for name, update in self._updates.items():
+            update.compressor.restore_state(name, local_model, self.replica, saved)
+        if saved.was_saved_by(local_model.prepared.plan):
+            _restore_random(local_model.world, saved)
 
-    def _collect_optimizer(self, name: str, trainer: ObjectiveUpdate) -> WorkerState:
+    def _collect_optimizer(self, name: str, update: ObjectiveUpdate) -> WorkerState:
         """Return what an optimizer that steps here remembers: its state by parameter, and beside it."""
-        holding, built = self._local_model, trainer.optimizer
-        parts, trained = optimized_parts(holding, trainer.local_parameters), holding.prepared.trained_names(name)
+        local_model, built = self._local_model, update.optimizer
+        parts, trained = optimized_parts(local_model, update.local_parameters), local_model.prepared.trained_names(name)
         is_whole = parts.keys() >= set(trained) and all(part.region.is_whole for part in parts.values())
-        counted_parts = {n: part for n, part in parts.items() if speaks_for(holding, n)}
-        state, names = collect_optimizer(name, built, counted_parts, self._variant), self._names_of(trainer)
+        counted_parts = {n: part for n, part in parts.items() if speaks_for(local_model, n)}
+        state, names = collect_optimizer(name, built, counted_parts, self._variant), self._names_of(update)
         state.extend(collect_attributes(name, built, names, parts, self._speaks, is_whole, self._variant))
-        if holding.world.rank == 0:
+        if local_model.world.rank == 0:
             state.plain |= collect_counts(name, built)
         return state
 
-    def _names_of(self, trainer: ObjectiveUpdate) -> dict[int, str]:
+    def _names_of(self, update: ObjectiveUpdate) -> dict[int, str]:
         """Return the names of all parameters by the ids of the model's own, and of what the optimizer has for them."""
-        named = (*self._local_model.tensors.parameters().items(), *trainer.local_parameters.items())
+        named = (*self._local_model.tensors.parameters().items(), *update.local_parameters.items())
         return {id(parameter): name for name, parameter in named}
 
     def _speaks(self, name: str) -> bool:
         """Return whether this worker saves what an optimizer keeps for a parameter; of "", for none by name."""
-        holding = self._local_model
+        local_model = self._local_model
         if not name:
-            return holding.world.rank == 0 or bool(self._variant)
-        return name in holding.local_names() and speaks_for(holding, name)
+            return local_model.world.rank == 0 or bool(self._variant)
+        return name in local_model.local_names() and speaks_for(local_model, name)
 
     def _variant_of(self, name: str) -> str:
         is_buffer = name not in self._local_model.owning_stages

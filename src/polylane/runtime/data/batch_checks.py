@@ -73,7 +73,7 @@ class BatchChecks:
         self._needs_same_graph = plan.resplits_batch or plan.sync.shard == "parameters" or bool(plan.axes)
         self._is_asynchronous, self._has_servers = plan.is_asynchronous, plan.sync.has_servers
         self._what = ""  # names the batch of the latest step
-        self._trainer: ObjectiveUpdate | None = None  # of the latest step
+        self._update: ObjectiveUpdate | None = None  # of the latest step
         self._writes = dict[int, int]()  # into the parameters of a trainer, by its id, by the end of its latest step
         self._has_peers = self._shares.count(self._shares[transport.rank]) > 1
 
@@ -153,22 +153,22 @@ class BatchChecks:
             )
         return str(settings[0][1])
 
-    def add_script(self, slots: Digests, trainer: ObjectiveUpdate, version: int) -> None:
+    def add_script(self, slots: Digests, update: ObjectiveUpdate, version: int) -> None:
         """Add to the digests of a step what a script may have changed on this worker alone.
 
         Args:
             slots: the digests that :meth:`take` has returned.
-            trainer: the step's optimizer, and the parameters that this worker updates.
+            update: the step's optimizer, and the parameters that this worker updates.
             version: number of the settings with which the step's graph was captured.
         """
         if self._transport.size > 1:
-            at, self._trainer = SLOT * self._transport.rank, trainer
+            at, self._update = SLOT * self._transport.rank, update
             # Stages of an asynchronous pipeline are at different updates, and so at different rates of a schedule.
             if not self._is_asynchronous:
-                slots[at + 2] = _digest_options(trainer.optimizer.param_groups)
+                slots[at + 2] = _digest_options(update.optimizer.param_groups)
             slots[at + 3] = version + 1
-            writes = self._writes.get(id(trainer))
-            slots[at + 4] = 1 + int(writes is not None and writes != _count_writes(trainer))
+            writes = self._writes.get(id(update))
+            slots[at + 4] = 1 + int(writes is not None and writes != _count_writes(update))
 
     def compare(self, numbers: Sequence[float], what: str, was_read: bool) -> None:
         """Refuse a step that workers make of different things; all of them know the same, and raise the same.
@@ -223,8 +223,8 @@ class BatchChecks:
 
         What is written into parameters from now on is written by a script.
         """
-        if self._trainer is not None:
-            self._writes[id(self._trainer)] = _count_writes(self._trainer)
+        if self._update is not None:
+            self._writes[id(self._update)] = _count_writes(self._update)
         if self._device.type != "cpu":
             self._kept.append(result)
             if len(self._kept) > UNCHECKED_STEPS:
@@ -284,12 +284,12 @@ class BatchChecks:
         fewest.check(batch.shortest, label, remedy)
 
 
-def _count_writes(trainer: ObjectiveUpdate) -> int:
+def _count_writes(update: ObjectiveUpdate) -> int:
     """Return how often the model's own tensors have been written in place; writes through ``.data`` are not counted.
 
     Parts that the optimizer steps on do not count: a worker that has no part of a parameter could not write one.
     """
-    return sum(map(_READ_VERSION, trainer.full_parameters.values()))
+    return sum(map(_READ_VERSION, update.full_parameters.values()))
 
 
 def _digest_options(groups: Sequence[dict[str, Any]]) -> int:

@@ -20,12 +20,12 @@ class FullTensors:
     """Gathers full tensors; its methods are collectives of all workers.
 
     Args:
-        holding: parameters and buffers of this worker's model copy; only its local ones are up to date.
+        local_model: parameters and buffers of this worker's model copy; only its local ones are up to date.
     """
 
-    def __init__(self, holding: LocalModel) -> None:
-        self._local_model, self._tensors, self._shard_spec = holding, holding.tensors, holding.shard_spec
-        plan, rank = holding.prepared.plan, holding.world.rank
+    def __init__(self, local_model: LocalModel) -> None:
+        self._local_model, self._tensors, self._shard_spec = local_model, local_model.tensors, local_model.shard_spec
+        plan, rank = local_model.prepared.plan, local_model.world.rank
         self._replica, self._mesh = plan.stage_and_replica(rank)[1], plan.group(rank, plan.axes)
 
     def state_dict(self, losses: bool = False) -> dict[str, Tensor]:
@@ -36,22 +36,22 @@ class FullTensors:
         Args:
             losses: whether what losses have is returned as well, by names that begin with "loss.".
         """
-        holding = self._local_model
+        local_model = self._local_model
         # One stage of one replica contributes each tensor: the sum over all workers then counts it once.
-        stages = {name: min(owners) for name, owners in holding.owning_stages.items()}
+        stages = {name: min(owners) for name, owners in local_model.owning_stages.items()}
         tied = self._tied()
-        users = holding.stages_of_buffers()
-        stages |= {name: holding.buffers.owning_stage(name, among) for name, among in users.items()}
-        with holding.shards.full_parameters():
+        users = local_model.stages_of_buffers()
+        stages |= {name: local_model.buffers.owning_stage(name, among) for name, among in users.items()}
+        with local_model.shards.full_parameters():
             state = {name: value.detach() for name, value in self._tensors.list_state(losses).items()}
             # Tied weights are gathered once: each name of theirs gets a copy of the same value.
             local: dict[str, Tensor] = {}
             for name, value in state.items():
                 local.setdefault(tied.get(name, name), value)
             parts = (
-                (name, value if self._replica == 0 and stages[name] == holding.stage else None)
+                (name, value if self._replica == 0 and stages[name] == local_model.stage else None)
                 for name, value in local.items()
-                if name in stages and holding.transport.size > 1
+                if name in stages and local_model.transport.size > 1
             )
             full = {**local, **self._sum_parts(parts)}
             return {name: full[tied.get(name, name)].cpu().clone() for name in state}
@@ -67,7 +67,7 @@ class FullTensors:
         Raises:
             PolylaneError: names or shapes are not those of the model; or replicas or servers have other weights.
         """
-        holding, tied, sync = self._local_model, self._tied(), self._local_model.prepared.plan.sync
+        local_model, tied, sync = self._local_model, self._tied(), self._local_model.prepared.plan.sync
         if sync.has_servers or sync.is_replica_local:
             raise PolylaneError(
                 f"{','.join(sync.to_words())}: weights cannot be loaded in mid-training, for servers or replicas have "
@@ -76,7 +76,9 @@ class FullTensors:
         names = [tied.get(name, name) for name in self._tensors.list_state(False)]
         optional = self._tensors.list_state(True).keys() - names
         tensors = {**self._tensors.parameters(), **self._tensors.buffers()}
-        shapes = {name: tuple(holding.shard_spec.shapes.get(name, tensors[name].shape)) for name in (*names, *optional)}
+        shapes = {
+            name: tuple(local_model.shard_spec.shapes.get(name, tensors[name].shape)) for name in (*names, *optional)
+        }
         values = {tied.get(name, name): value for name, value in state.items()}
         for name in dict.fromkeys((*values, *names)):
             if name not in values or name not in shapes:
@@ -85,12 +87,12 @@ class FullTensors:
             if tuple(values[name].shape) != shapes[name]:
                 sizes = f"{list(shapes[name])}, and the state has {list(values[name].shape)}"
                 raise PolylaneError(f"load_state_dict: {name} has shape {sizes}")
-        local = holding.local_tensors()
+        local = local_model.local_tensors()
         with torch.no_grad():
             for name, value in values.items():
-                part = holding.local_part(name, value)
+                part = local_model.local_part(name, value)
                 # Of other stages' weights too: what this process has of them is whole until the next step.
-                tensor = local.get(name, None if holding.is_part(name) else tensors[name])
+                tensor = local.get(name, None if local_model.is_part(name) else tensors[name])
                 if part is not None and tensor is not None:
                     tensor.copy_((part if name in local else value).view(tensor.shape))
 
@@ -140,18 +142,18 @@ class FullTensors:
         Args:
             names: canonical names of parameters, the same on every worker.
         """
-        holding, shards = self._local_model, self._local_model.shards
+        local_model, shards = self._local_model, self._local_model.shards
         names, parameters, parts = list(names), self._tensors.parameters(), dict[str, Tensor]()
         for name in names:
             # Of the workers that hold the same shard of a gradient, exactly one contributes it to the sum.
             counts = shards.is_counted if name in shards.buffer_of else self._replica == 0
             gradient = shards.local_gradient(name, parameters[name]) if counts else None
-            if gradient is not None and holding.stage == min(holding.owning_stages[name]):
+            if gradient is not None and local_model.stage == min(local_model.owning_stages[name]):
                 parts[name] = densify(gradient.detach())
-        if holding.transport.size == 1:
+        if local_model.transport.size == 1:
             return {name: parts[name].to("cpu", copy=True) if name in parts else None for name in names}
         # Only the union of names is summed: a gradient that is missing everywhere is None, not zeros.
-        found_names = set().union(*holding.transport.all_gather_object(list(parts)))
+        found_names = set().union(*local_model.transport.all_gather_object(list(parts)))
         full = self._sum_parts((name, parts.get(name)) for name in names if name in found_names)
         return {name: full.get(name) for name in names}
 

@@ -74,7 +74,7 @@ def lower_ahead(prepared: CompiledTraining, replica_local: bool = False) -> dict
 def bind_program(
     program: Program,
     compiled: CompiledGraph,
-    holding: LocalModel,
+    local_model: LocalModel,
     connections: Connections,
     replica_local: bool = False,
     codec: GradientCompressor | None = None,
@@ -85,20 +85,20 @@ def bind_program(
     Args:
         program: this worker's program of the graph.
         compiled: the compiled graph of the program.
-        holding: this worker's part of the model.
+        local_model: this worker's part of the model.
         connections: transports and mesh of this worker.
         replica_local: whether the replica takes steps of its own, without the others' statistics.
         codec: gradient compressor of the objective; its error feedback is shared by all bound programs. Default:
             gradients are summed uncompressed.
         pipeline: batches under way, for a program of an asynchronous schedule; None for any other.
     """
-    plan, tensors, shards = holding.prepared.plan, holding.tensors, holding.shards
+    plan, tensors, shards = local_model.prepared.plan, local_model.tensors, local_model.shards
     transport, mesh = connections.transport, connections.mesh
     partition, graph = program.partition, program.partition.graph
     counts = BatchStatistics(graph.code.fx, {node.name for s in program.stages for node in partition.nodes(s)})
     tensors.move_to_device({*_used_names(program), *counts.buffers})
     arguments = _bind_tensors(program, tensors, mesh, shards, counts)
-    binder = StageBinder(program, compiled, holding, connections, codec, arguments)
+    binder = StageBinder(program, compiled, local_model, connections, codec, arguments)
     bound = {stage: binder.bind_stage(stage, group) for stage, group in _buckets_by_stage(program, plan, codec).items()}
     travelling = value_specs(partition, binder.dtypes, compiled.layouts[program.stage], mesh.coordinates)
     trains = any(action.kind is ActionKind.STEP for action in program.actions)
@@ -124,13 +124,13 @@ class StageBinder:
     """Binds the stages of one worker, one by one, to its tensors.
 
     Attributes:
-        program, compiled, holding, connections, codec: arguments of :func:`bind_program`.
+        program, compiled, local_model, connections, codec: arguments of :func:`bind_program`.
         arguments: what the placeholders of the stages' code stand for, by role.
     """
 
     program: Program
     compiled: CompiledGraph
-    holding: LocalModel
+    local_model: LocalModel
     connections: Connections
     codec: GradientCompressor | None
     arguments: dict[tuple[str, Any], Any]
@@ -138,33 +138,33 @@ class StageBinder:
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """Dtypes of results that autocast changes, by name."""
-        autocast, device = self._autocast, self.holding.tensors.device.type
+        autocast, device = self._autocast, self.local_model.tensors.device.type
         return {} if autocast is None else dtypes_under_autocast(self.program.partition.graph, device, autocast)
 
     @cached_property
     def dropped(self) -> tuple[DroppedTensors, ...]:
         """What every stage drops, to recompute it in the backward passes of the program, if it has any."""
-        prepared, trains = self.holding.prepared, any(a.kind in WEIGHT_PASSES for a in self.program.actions)
+        prepared, trains = self.local_model.prepared, any(a.kind in WEIGHT_PASSES for a in self.program.actions)
         layouts, partition = self.compiled.layouts, self.program.partition
         return find_dropped_tensors(
             partition,
             prepared.plan,
             layouts,
             prepared.samples,
-            device=self.holding.tensors.device.type,
+            device=self.local_model.tensors.device.type,
             in_float64=prepared.in_float64,
             trains=trains,
         )
 
     @property
     def _autocast(self) -> torch.dtype | None:
-        return torch.bfloat16 if self.holding.prepared.plan.precision == "bfloat16" else None
+        return torch.bfloat16 if self.local_model.prepared.plan.precision == "bfloat16" else None
 
     def bind_stage(self, stage: int, buckets: tuple[GradientBucket, ...]) -> tuple[StageRunner, AllReducer | None]:
         """Return a stage's runner, and what reduces the gradients of ``buckets``; None: there are none to reduce."""
         hooks, reducer = self._bind_reduction(buckets)
         partition, layout, local_code = self.program.partition, self.compiled.layouts[stage], None
-        in_halves, device = self.holding.prepared.plan.splits_backward, self.holding.tensors.device
+        in_halves, device = self.local_model.prepared.plan.splits_backward, self.local_model.tensors.device
         # Code that is rewritten for sharded operators defers gradients of what it was rewritten to.
         dropped, compiles = self.dropped[stage], self._compiles()
         # Code that is rewritten is compiled once it is.
@@ -194,18 +194,18 @@ class StageBinder:
         Raises:
             PolylaneError: nothing can be compiled here, or nothing of the model.
         """
-        if not self.holding.prepared.plan.compile:
+        if not self.local_model.prepared.plan.compile:
             return False
         if self.program.partition.graph.is_opaque:
             raise PolylaneError(
                 "compile=yes: the model runs as the user's own Python, of which no operator is known: leave it out"
             )
-        refuse_without_compiler(self.holding.tensors.device)
+        refuse_without_compiler(self.local_model.tensors.device)
         return True
 
     def _bind_reduction(self, buckets: tuple[GradientBucket, ...]) -> tuple[StageHooks, AllReducer | None]:
-        program, shards, transport = self.program, self.holding.shards, self.connections.transport
-        parameters, graph = self.holding.tensors.parameters(), program.partition.graph
+        program, shards, transport = self.program, self.local_model.shards, self.connections.transport
+        parameters, graph = self.local_model.tensors.parameters(), program.partition.graph
         targets = {name: parameters[name] for bucket in buckets for name in bucket.parameters}
         # The user's own Python may leave a parameter without a gradient; a branch that the loss does not read does.
         certain = {name for node in graph.nodes if node.requires_grad for name in node.parameters}
@@ -214,7 +214,7 @@ class StageBinder:
         if shards.flat_buffers:
             stage_program, plan, waits = (
                 replace(program, buckets=buckets),
-                self.holding.prepared.plan,
+                self.local_model.prepared.plan,
                 self.connections.mesh.waits,
             )
             cut = build_sharded_program(stage_program, plan, shards, targets, optional, transport, waits)

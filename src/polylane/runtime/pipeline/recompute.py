@@ -294,7 +294,7 @@ class _WatchedForward:
                 return self.owner.pack(tensor)
             return record.drop_value(origin, tensor)
 
-        with saved_tensors_hooks(pack, self._unpack), self._holding(args, pack):
+        with saved_tensors_hooks(pack, self._unpack), self._local_model(args, pack):
             result = self.target(*args, **kwargs)
         results = {_storage(tensor) for tensor in list_tensors(result)} if undecided else set()
         for handle in undecided:
@@ -307,7 +307,7 @@ class _WatchedForward:
         return result
 
     @contextmanager
-    def _holding(self, args: tuple[Any, ...], pack: Pack) -> Iterator[None]:
+    def _local_model(self, args: tuple[Any, ...], pack: Pack) -> Iterator[None]:
         """Context manager: a call whose weight gradient is computed later holds handles of dropped operands, too."""
         deferred = args[0] if self._defers else None
         if deferred is None:

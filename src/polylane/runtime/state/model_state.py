@@ -13,35 +13,35 @@ from polylane.runtime.state.optimizer_state import OptimizedPart
 PREFIX = "model/"
 
 
-def parameter_region(holding: LocalModel, name: str, tensor: Tensor) -> Region:
+def parameter_region(local_model: LocalModel, name: str, tensor: Tensor) -> Region:
     """Return the part of a parameter or buffer that a worker computes with.
 
     Args:
-        holding: the worker's parameters and buffers.
+        local_model: the worker's parameters and buffers.
         name: canonical name of the parameter or buffer.
         tensor: its tensor in this worker's model.
     """
-    if name not in holding.shard_spec.shapes:  # in no graph: nothing has cut it
+    if name not in local_model.shard_spec.shapes:  # in no graph: nothing has cut it
         return whole_region(tensor.shape)
-    return Region(tuple(holding.shard_spec.shapes[name]), holding.shard_spec.index_box(name))
+    return Region(tuple(local_model.shard_spec.shapes[name]), local_model.shard_spec.index_box(name))
 
 
-def optimized_parts(holding: LocalModel, parameters: Mapping[str, nn.Parameter]) -> dict[str, OptimizedPart]:
+def optimized_parts(local_model: LocalModel, parameters: Mapping[str, nn.Parameter]) -> dict[str, OptimizedPart]:
     """Return what an optimizer of this worker steps on, by canonical name, with its regions.
 
     Args:
-        holding: the worker's parameters and buffers.
+        local_model: the worker's parameters and buffers.
         parameters: what the optimizer steps on: parameters, or ZeRO shards of them.
     """
     parts = {}
     for name, parameter in parameters.items():
-        region = Region(tuple(holding.shard_spec.shapes[name]), holding.shard_spec.index_box(name))
-        parts[name] = OptimizedPart(parameter, _cut_by_zero(holding, name, region))
+        region = Region(tuple(local_model.shard_spec.shapes[name]), local_model.shard_spec.index_box(name))
+        parts[name] = OptimizedPart(parameter, _cut_by_zero(local_model, name, region))
     return parts
 
 
-def _cut_by_zero(holding: LocalModel, name: str, region: Region) -> Region:
-    flat = holding.shards.buffer_of.get(name)
+def _cut_by_zero(local_model: LocalModel, name: str, region: Region) -> Region:
+    flat = local_model.shards.buffer_of.get(name)
     part = flat and flat.optimizer_parts[name]
     # A parameter that an optimizer updates as a whole keeps its own shape.
     if not part or part.parameter.shape == region.local_shape:
@@ -49,42 +49,44 @@ def _cut_by_zero(holding: LocalModel, name: str, region: Region) -> Region:
     return Region(region.shape, region.box, (part.begin, part.end))
 
 
-def model_tensors(holding: LocalModel) -> Iterator[HeldTensor]:
+def model_tensors(local_model: LocalModel) -> Iterator[HeldTensor]:
     """Yield this worker's parameters and buffers, or ZeRO shards of them, by their global names.
 
     What no stage trains or writes is among them: it is part of the model, whoever reads it.
     """
-    parameters, buffers = holding.tensors.parameters(), holding.tensors.buffers()
-    local = holding.local_names()
-    elsewhere = {*holding.owning_stages, *holding.stages_of_buffers()} - local
+    parameters, buffers = local_model.tensors.parameters(), local_model.tensors.buffers()
+    local = local_model.local_names()
+    elsewhere = {*local_model.owning_stages, *local_model.stages_of_buffers()} - local
     for name, tensor in {**parameters, **buffers}.items():
         if name in elsewhere:
             continue
-        region, part = parameter_region(holding, name, tensor), holding.shards.local_tensor(name, tensor)
+        region, part = parameter_region(local_model, name, tensor), local_model.shards.local_tensor(name, tensor)
         if part is not None:
-            hidden = holding.shards.keeps_only_shards and name in holding.shards.buffer_of
-            yield HeldTensor(PREFIX + name, _cut_by_zero(holding, name, region) if hidden else region, part.detach())
+            hidden = local_model.shards.keeps_only_shards and name in local_model.shards.buffer_of
+            yield HeldTensor(
+                PREFIX + name, _cut_by_zero(local_model, name, region) if hidden else region, part.detach()
+            )
 
 
-def speaks_for(holding: LocalModel, name: str) -> bool:
+def speaks_for(local_model: LocalModel, name: str) -> bool:
     """Return whether this worker's stage is the one that says what a parameter or buffer is.
 
     Of stages with the same tensor it is the lowest that has the current value; what is in no stage, the first says.
     """
-    if name in holding.owning_stages:
-        return holding.stage == min(holding.owning_stages[name])
-    if (users := holding.stages_of_buffers().get(name)) is not None:
-        return holding.stage == holding.buffers.owning_stage(name, users)
-    return holding.world.rank == 0
+    if name in local_model.owning_stages:
+        return local_model.stage == min(local_model.owning_stages[name])
+    if (users := local_model.stages_of_buffers().get(name)) is not None:
+        return local_model.stage == local_model.buffers.owning_stage(name, users)
+    return local_model.world.rank == 0
 
 
-def state_dict_names(holding: LocalModel) -> dict[str, str]:
+def state_dict_names(local_model: LocalModel) -> dict[str, str]:
     """Return, by the names of the model's ``state_dict``, the global names of the tensors that hold their values."""
     tied = dict[str, str]()
-    for partition in holding.prepared.partitions.values():
+    for partition in local_model.prepared.partitions.values():
         tied |= partition.graph.tied
-    model = holding.tensors.model
-    known_names = {*holding.tensors.parameters(), *holding.tensors.buffers()}
+    model = local_model.tensors.model
+    known_names = {*local_model.tensors.parameters(), *local_model.tensors.buffers()}
     # Weights that are shared without being tied in a graph are known by identity.
     first_names = {id(tensor): name for name, tensor in reversed(list(model.named_parameters(remove_duplicate=False)))}
     shared = {name: first_names[id(t)] for name, t in model.named_parameters(remove_duplicate=False)}

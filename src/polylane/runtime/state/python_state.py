@@ -21,16 +21,16 @@ from polylane.runtime.state.plain_values import SCALARS, from_plain, to_plain
 from polylane.samples.leaf_effects import collect_effects
 
 
-def collect_python_state(holding: LocalModel, replica: int) -> dict[str, Any]:
+def collect_python_state(local_model: LocalModel, replica: int) -> dict[str, Any]:
     """Return what this worker's forward passes have written in Python, and the extra state of modules.
 
     Raises:
         PolylaneError: a value that changes in every step is of a type that no file has.
     """
     entries = dict[str, Any]()
-    for written in _written_names(holding.prepared):
+    for written in _written_names(local_model.prepared):
         value = written.place.get()
-        if holding.stage not in written.stages or value is MISSING:
+        if local_model.stage not in written.stages or value is MISSING:
             continue
         if _is_plain(value):
             entries[f"python/{written.key}@{replica}"] = value
@@ -39,8 +39,8 @@ def collect_python_state(holding: LocalModel, replica: int) -> dict[str, Any]:
                 f"the forward or the loss writes {written.place.label}, a {type(value).__name__}, which no checkpoint "
                 "can hold: keep it in a buffer (register_buffer), or return it from the module's get_extra_state()"
             )
-    for path, module in _with_extra_state(holding.tensors.model):
-        if holding.stage in _stages_of(holding, path):
+    for path, module in _with_extra_state(local_model.tensors.model):
+        if local_model.stage in _stages_of(local_model, path):
             state = to_plain(module.get_extra_state(), f"{path or 'the model'}.get_extra_state()")
             entries[f"extra/{path}@{replica}"] = state
     return entries
@@ -119,14 +119,14 @@ def _has_extra_state(owner: Any) -> bool:
     return isinstance(owner, nn.Module) and type(owner).get_extra_state is not nn.Module.get_extra_state
 
 
-def _stages_of(holding: LocalModel, path: str) -> set[int]:
+def _stages_of(local_model: LocalModel, path: str) -> set[int]:
     """Return the stage that runs a module's own code, or the first one that runs a part of it."""
-    for partition in holding.prepared.partitions.values():
+    for partition in local_model.prepared.partitions.values():
         for stage in range(partition.stages):
             for node in partition.nodes(stage):
                 module = node.module or ""
                 if not module or not path or f"{module}.".startswith(f"{path}.") or f"{path}.".startswith(f"{module}."):
-                    return {holding.prepared.plan.first_chunk(stage)}
+                    return {local_model.prepared.plan.first_chunk(stage)}
     return {0}
 
 

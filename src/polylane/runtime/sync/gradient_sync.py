@@ -72,15 +72,15 @@ class GradientSync:
         """Return whether the next step of an objective uses each replica's own gradients, without an all-reduce."""
         return False
 
-    def update_weights(self, objective: str, trainer: ObjectiveUpdate, samples: bool) -> None:
+    def update_weights(self, objective: str, update: ObjectiveUpdate, samples: bool) -> None:
         """Update the weights with the gradients of a step.
 
         Args:
             objective: name of the objective whose step this is.
-            trainer: optimizer step of the objective; the step's gradients are in its parameters.
+            update: optimizer step of the objective; the step's gradients are in its parameters.
             samples: whether this replica had any samples in the batch.
         """
-        trainer.update_weights(samples)
+        update.update_weights(samples)
 
     def after_step(self, objective: str, samples: Sequence[int]) -> None:
         """Synchronize replicas after an optimizer step, if the plan's interval is over.

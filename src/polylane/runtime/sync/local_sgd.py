@@ -72,111 +72,123 @@ class LocalSgd(GradientSync):
     Optimizer states (momenta) stay replica-local. Running statistics are averaged with the weights.
 
     Args:
-        holding: the parameters and buffers of this worker.
-        trainers: optimizers and their parameters, by the name of the objective.
+        local_model: the parameters and buffers of this worker.
+        updates: optimizers and their parameters, by the name of the objective.
     """
 
-    def __init__(self, holding: LocalModel, trainers: Mapping[str, ObjectiveUpdate]) -> None:
-        super().__init__(holding.transport)
-        self._local_model = holding
-        self._sync = holding.prepared.plan.sync
-        self._members = holding.prepared.plan.group(holding.world.rank, ("data",))
-        self._buffers = averaged_buffers(holding)
+    def __init__(self, local_model: LocalModel, updates: Mapping[str, ObjectiveUpdate]) -> None:
+        super().__init__(local_model.transport)
+        self._local_model = local_model
+        self._sync = local_model.prepared.plan.sync
+        self._members = local_model.prepared.plan.group(local_model.world.rank, ("data",))
+        self._buffers = averaged_buffers(local_model)
         self._progress = {
-            name: _start_progress(trainer.local_parameters, self._sync.outer) for name, trainer in trainers.items()
+            name: _start_progress(update.local_parameters, self._sync.outer) for name, update in updates.items()
         }
 
     @property
     def max_steps_in_flight(self) -> int:  # type: ignore[override]
         # 1 during warmup, when every step all-reduces gradients.
-        is_apart = any(course.steps_taken > self._sync.warmup for course in self._progress.values())
+        is_apart = any(objective_state.steps_taken > self._sync.warmup for objective_state in self._progress.values())
         return min(self._sync.every, MOST_APART) if is_apart else 1
 
     @property
     def weights_differ(self) -> bool:  # type: ignore[override]
-        return any(course.samples_seen for course in self._progress.values())
+        return any(objective_state.samples_seen for objective_state in self._progress.values())
 
     def is_replica_local(self, objective: str) -> bool:
         return self._progress[objective].steps_taken >= self._sync.warmup
 
-    def update_weights(self, objective: str, trainer: ObjectiveUpdate, samples: bool) -> None:
-        course = self._progress[objective]
-        course.record_trained(n for n, p in course.parameters.items() if p.requires_grad and n not in course.trained)
-        super().update_weights(objective, trainer, samples)
+    def update_weights(self, objective: str, update: ObjectiveUpdate, samples: bool) -> None:
+        objective_state = self._progress[objective]
+        objective_state.record_trained(
+            n for n, p in objective_state.parameters.items() if p.requires_grad and n not in objective_state.trained
+        )
+        super().update_weights(objective, update, samples)
 
     def after_step(self, objective: str, samples: Sequence[int]) -> None:
-        course = self._progress[objective]
-        is_apart = course.steps_taken >= self._sync.warmup
-        course.steps_taken += 1
+        objective_state = self._progress[objective]
+        is_apart = objective_state.steps_taken >= self._sync.warmup
+        objective_state.steps_taken += 1
         if not is_apart:
             # During warmup replicas are equal after every step: the anchor follows their weights.
-            copy_values(course.anchor, {name: course.parameters[name] for name in course.anchor})
+            copy_values(
+                objective_state.anchor, {name: objective_state.parameters[name] for name in objective_state.anchor}
+            )
             return
-        course.samples_seen = [a + b for a, b in zip(course.samples_seen or [0] * len(samples), samples, strict=True)]
-        if (course.steps_taken - self._sync.warmup) % self._sync.every == 0:
-            self._synchronize(course)
+        objective_state.samples_seen = [
+            a + b for a, b in zip(objective_state.samples_seen or [0] * len(samples), samples, strict=True)
+        ]
+        if (objective_state.steps_taken - self._sync.warmup) % self._sync.every == 0:
+            self._synchronize(objective_state)
 
-    def _synchronize(self, course: _ObjectiveProgress) -> None:
-        tensors = {**course.trained_parameters, **self._buffers}
-        means = average_over_replicas(tensors, course.samples_seen, self._members, self._transport)
-        if course.outer_optimizer is not None:
+    def _synchronize(self, objective_state: _ObjectiveProgress) -> None:
+        tensors = {**objective_state.trained_parameters, **self._buffers}
+        means = average_over_replicas(tensors, objective_state.samples_seen, self._members, self._transport)
+        if objective_state.outer_optimizer is not None:
             # DiLoCo: the outer gradient is anchor - mean, so that a step of rate 1 without momentum yields the mean.
-            for name, anchor in course.anchor.items():
+            for name, anchor in objective_state.anchor.items():
                 anchor.grad = anchor.detach() - means[name]
-            course.outer_optimizer.step()
-            means |= {name: anchor.detach() for name, anchor in course.anchor.items()}
+            objective_state.outer_optimizer.step()
+            means |= {name: anchor.detach() for name, anchor in objective_state.anchor.items()}
         copy_values(tensors, means)
-        course.samples_seen = []
+        objective_state.samples_seen = []
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         # Objectives without steps since their last synchronization are equal on all replicas already.
-        courses = [course for course in self._progress.values() if any(course.samples_seen)]
-        tensors: dict[str, Tensor] = {n: t for course in courses for n, t in course.trained_parameters.items()}
+        courses = [objective_state for objective_state in self._progress.values() if any(objective_state.samples_seen)]
+        tensors: dict[str, Tensor] = {
+            n: t for objective_state in courses for n, t in objective_state.trained_parameters.items()
+        }
         if courses:
             tensors |= self._buffers
         with restore_values(tensors.values()):
-            for course in courses:
-                course_tensors = {**course.trained_parameters, **self._buffers}
-                means = average_over_replicas(course_tensors, course.samples_seen, self._members, self._transport)
+            for objective_state in courses:
+                course_tensors = {**objective_state.trained_parameters, **self._buffers}
+                means = average_over_replicas(
+                    course_tensors, objective_state.samples_seen, self._members, self._transport
+                )
                 copy_values(tensors, means)
             yield
 
     def collect_state(self, replica: int) -> WorkerState:
         state = WorkerState()
-        for name, course in self._progress.items():
+        for name, objective_state in self._progress.items():
             state.plain[f"local_sgd/{name}"] = {
-                "steps": course.steps_taken,
-                "samples": course.samples_seen,
-                "trained": sorted(course.trained),
+                "steps": objective_state.steps_taken,
+                "samples": objective_state.samples_seen,
+                "trained": sorted(objective_state.trained),
             }
-            if course.outer_optimizer is None:
+            if objective_state.outer_optimizer is None:
                 continue
-            for parameter, part in self._anchor_parts(course).items():
+            for parameter, part in self._anchor_parts(objective_state).items():
                 state.add(f"anchor/{name}/{parameter}", part.region, part.parameter)
-            state.extend(collect_optimizer(f"{name}.outer", course.outer_optimizer, self._anchor_parts(course)))
+            state.extend(
+                collect_optimizer(f"{name}.outer", objective_state.outer_optimizer, self._anchor_parts(objective_state))
+            )
         return state
 
     def restore_state(self, saved: SavedState, replica: int) -> None:
-        for name, course in self._progress.items():
+        for name, objective_state in self._progress.items():
             progress = saved.plain.get(f"local_sgd/{name}", {"steps": 0, "samples": []})
-            course.steps_taken = progress["steps"]
-            course.record_trained(n for n in progress.get("trained", ()) if n in course.parameters)
+            objective_state.steps_taken = progress["steps"]
+            objective_state.record_trained(n for n in progress.get("trained", ()) if n in objective_state.parameters)
             # Where another number of replicas goes on from the mean of all, they are synchronized.
             is_alike = len(progress["samples"]) == len(self._members)
-            course.samples_seen = list(progress["samples"]) if is_alike else []
-            if course.outer_optimizer is None:
+            objective_state.samples_seen = list(progress["samples"]) if is_alike else []
+            if objective_state.outer_optimizer is None:
                 continue
-            for parameter, part in self._anchor_parts(course).items():
+            for parameter, part in self._anchor_parts(objective_state).items():
                 if saved.has(f"anchor/{name}/{parameter}"):
                     saved.fill(f"anchor/{name}/{parameter}", part.region, part.parameter.data)
                 else:  # of a training without an outer optimizer: it begins with these weights
-                    part.parameter.data.copy_(course.parameters[parameter].detach())
-            parts, outer = self._anchor_parts(course), course.outer_optimizer
+                    part.parameter.data.copy_(objective_state.parameters[parameter].detach())
+            parts, outer = self._anchor_parts(objective_state), objective_state.outer_optimizer
             restore_optimizer(f"{name}.outer", outer, parts, saved.plain, saved.fill)
 
-    def _anchor_parts(self, course: _ObjectiveProgress) -> dict[str, OptimizedPart]:
-        return optimized_parts(self._local_model, course.anchor)  # type: ignore[arg-type]  # leaves, no nn.Parameter
+    def _anchor_parts(self, objective_state: _ObjectiveProgress) -> dict[str, OptimizedPart]:
+        return optimized_parts(self._local_model, objective_state.anchor)  # type: ignore[arg-type]  # leaves, no nn.Parameter
 
 
 def _start_progress(parameters: Mapping[str, nn.Parameter], outer: OuterOptimizer | None) -> _ObjectiveProgress:

@@ -112,28 +112,28 @@ class ObjectiveUpdate:
             torch._foreach_mul_(grads, factor)
 
 
-def trainers_of(holding: LocalModel, clip_norm: float | None) -> dict[str, ObjectiveUpdate]:
+def build_updates(local_model: LocalModel, clip_norm: float | None) -> dict[str, ObjectiveUpdate]:
     """Build the optimizer step of every objective, by its name, and shard this worker's parameters.
 
     Args:
-        holding: this worker's model, with full parameters until now: the user's optimizers are built on these.
+        local_model: this worker's model, with full parameters until now: the user's optimizers are built on these.
         clip_norm: upper bound on the gradients' 2-norm, or None.
 
     Raises:
         PolylaneError: a scheduler has no ``step()`` or needs a metric, or a gradient cannot be compressed as the plan
             says.
     """
-    _refuse_whole_norms(holding.prepared.plan, clip_norm)
+    _refuse_whole_norms(local_model.prepared.plan, clip_norm)
     # Order matters: optimizers on full parameters, then sharding, then what refers to the shards.
-    all_pairs = named_parameters(holding.prepared.model, holding.tensors.losses)
+    all_pairs = named_parameters(local_model.prepared.model, local_model.tensors.losses)
     optimizers = {
         name: build_optimizer(
-            holding.prepared.objectives[name], list(_held_parameters(holding, name)[1].items()), all_pairs
+            local_model.prepared.objectives[name], list(_held_parameters(local_model, name)[1].items()), all_pairs
         )
-        for name in holding.prepared.graphs
+        for name in local_model.prepared.graphs
     }
-    holding.shard_parameters(optimizers.values())
-    return {name: _trainer_of(holding, name, built, clip_norm) for name, built in optimizers.items()}
+    local_model.shard_parameters(optimizers.values())
+    return {name: _trainer_of(local_model, name, built, clip_norm) for name, built in optimizers.items()}
 
 
 def _refuse_whole_norms(plan: Plan, clip_norm: float | None) -> None:
@@ -146,51 +146,51 @@ def _refuse_whole_norms(plan: Plan, clip_norm: float | None) -> None:
 
 
 def _trainer_of(
-    holding: LocalModel, name: str, built: torch.optim.Optimizer, clip_norm: float | None
+    local_model: LocalModel, name: str, built: torch.optim.Optimizer, clip_norm: float | None
 ) -> ObjectiveUpdate:
-    order, parameters = _held_parameters(holding, name)
-    updated_parts = holding.shards.updated_parameters(parameters)
-    counted = _counted_names(holding, updated_parts)
-    sums = SumOverMesh(order, counted, updated_parts, holding.world.device, _make_replica_sum(holding))
-    if holding.prepared.layouts or holding.shard_units.units:
+    order, parameters = _held_parameters(local_model, name)
+    updated_parts = local_model.shards.updated_parameters(parameters)
+    counted = _counted_names(local_model, updated_parts)
+    sums = SumOverMesh(order, counted, updated_parts, local_model.world.device, _make_replica_sum(local_model))
+    if local_model.prepared.layouts or local_model.shard_units.units:
         set_sum_over_holders(built, sums)
     clipper = None if clip_norm is None else GradientClipper(clip_norm, sums)
-    scheduler = build_scheduler(holding.prepared.objectives[name].scheduler, built)
-    codec = choose_compressor(holding.prepared.plan.sync, {n: p for n, p in parameters.items() if p.requires_grad})
-    note = _bind_log(holding, name)
-    return ObjectiveUpdate(built, scheduler, order, updated_parts, clipper, holding.shards, parameters, codec, note)
+    scheduler = build_scheduler(local_model.prepared.objectives[name].scheduler, built)
+    codec = choose_compressor(local_model.prepared.plan.sync, {n: p for n, p in parameters.items() if p.requires_grad})
+    note = _bind_log(local_model, name)
+    return ObjectiveUpdate(built, scheduler, order, updated_parts, clipper, local_model.shards, parameters, codec, note)
 
 
-def _bind_log(holding: LocalModel, name: str) -> Callable[[Callable[[], float]], None] | None:
+def _bind_log(local_model: LocalModel, name: str) -> Callable[[Callable[[], float]], None] | None:
     """Return what runs the lines of an objective's loss that only note something; None where it has none."""
-    if (log := holding.prepared.objectives[name].log) is None:
+    if (log := local_model.prepared.objectives[name].log) is None:
         return None
-    results: Any = holding.prepared.graphs[name].partition.graph.code.fx.output_node().args[0]
-    return partial(log.run, dtype=results[0].meta["val"].dtype, prints=holding.world.rank == 0)
+    results: Any = local_model.prepared.graphs[name].partition.graph.code.fx.output_node().args[0]
+    return partial(log.run, dtype=results[0].meta["val"].dtype, prints=local_model.world.rank == 0)
 
 
-def _held_parameters(holding: LocalModel, name: str) -> tuple[list[str], dict[str, nn.Parameter]]:
+def _held_parameters(local_model: LocalModel, name: str) -> tuple[list[str], dict[str, nn.Parameter]]:
     """Return names of all parameters that an objective's optimizer holds, in the model's order; and this worker's."""
-    parameters, order = holding.tensors.parameters(), list(holding.prepared.held[name])
-    return order, {n: parameters[n] for n in order if holding.stage in holding.owning_stages[n]}
+    parameters, order = local_model.tensors.parameters(), list(local_model.prepared.held[name])
+    return order, {n: parameters[n] for n in order if local_model.stage in local_model.owning_stages[n]}
 
 
-def _counted_names(holding: LocalModel, names: Iterable[str]) -> list[str]:
+def _counted_names(local_model: LocalModel, names: Iterable[str]) -> list[str]:
     """Return names whose local shard counts in the sums of :func:`_make_replica_sum`: each distinct shard once."""
-    plan, shards = holding.prepared.plan, holding.shards
-    is_first = plan.stage_and_replica(holding.world.rank)[1] == 0
-    if not (plan.has_uneven_replicas or holding.shard_units.units):
+    plan, shards = local_model.prepared.plan, local_model.shards
+    is_first = plan.stage_and_replica(local_model.world.rank)[1] == 0
+    if not (plan.has_uneven_replicas or local_model.shard_units.units):
         is_first = True  # the sum is over one replica; otherwise it is over all, and only replica 0 counts
-    local_names = filter(holding.shard_spec.speaks_for, names)
+    local_names = filter(local_model.shard_spec.speaks_for, names)
     return [n for n in local_names if (shards.is_counted if n in shards.buffer_of else is_first)]
 
 
-def _make_replica_sum(holding: LocalModel) -> Callable[[Tensor], Tensor]:
+def _make_replica_sum(local_model: LocalModel) -> Callable[[Tensor], Tensor]:
     """Return an all-reduce over this replica; over all workers with ZeRO or different numbers of replicas."""
-    plan = holding.prepared.plan
+    plan = local_model.prepared.plan
     # ZeRO shards of one parameter are spread over replicas, and so are stages with different numbers of replicas.
-    ranks = range(plan.workers) if holding.shard_units.units else replica_ranks(plan, holding.world.rank)
-    transport = holding.transport
+    ranks = range(plan.workers) if local_model.shard_units.units else replica_ranks(plan, local_model.world.rank)
+    transport = local_model.transport
 
     def sum_replica(values: Tensor) -> Tensor:
         start_bytes = transport.counters.sent

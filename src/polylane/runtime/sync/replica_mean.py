@@ -13,11 +13,11 @@ from polylane.runtime.sync.flat_packing import FlatPacking, PackedTensor
 from polylane.runtime.transport.protocol import Transport
 
 
-def averaged_buffers(holding: LocalModel) -> dict[str, Tensor]:
+def averaged_buffers(local_model: LocalModel) -> dict[str, Tensor]:
     """Return this worker's buffers that have a mean, by name; integer ones (a count of batches, say) have none."""
     return {
         name: tensor
-        for name, tensor in holding.local_tensors().items()
+        for name, tensor in local_model.local_tensors().items()
         if not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
     }
 

@@ -24,25 +24,27 @@ class RequiredGradients:
     """Which parameters of the model require a gradient, on one worker.
 
     Args:
-        holding: the part of the model that this worker keeps up to date, with the whole model's parameters.
-        trainers: the optimizers of all objectives, which hold parameters or shards of them.
+        local_model: the part of the model that this worker keeps up to date, with the whole model's parameters.
+        updates: the optimizers of all objectives, which hold parameters or shards of them.
     """
 
-    def __init__(self, holding: LocalModel, trainers: Mapping[str, ObjectiveUpdate]) -> None:
-        plan = holding.prepared.plan
-        self._transport, self._size = holding.transport, holding.world.size
+    def __init__(self, local_model: LocalModel, updates: Mapping[str, ObjectiveUpdate]) -> None:
+        plan = local_model.prepared.plan
+        self._transport, self._size = local_model.transport, local_model.world.size
         # Elsewhere every worker's optimizer has all parameters, and does the same to them.
-        self._apart = len(plan.first_chunks) > 1 or bool(holding.shards.flat_buffers)
+        self._apart = len(plan.first_chunks) > 1 or bool(local_model.shards.flat_buffers)
         # What an update freezes is known on the host before the next step, but for accelerators, for which none waits.
-        self._waits = holding.world.device.type == "cpu" and not plan.sync.is_replica_local and not plan.is_asynchronous
-        pairs: list[tuple[str, Tensor]] = list(holding.tensors.parameters().items())
+        self._waits = (
+            local_model.world.device.type == "cpu" and not plan.sync.is_replica_local and not plan.is_asynchronous
+        )
+        pairs: list[tuple[str, Tensor]] = list(local_model.tensors.parameters().items())
         known_ids = {id(tensor) for _, tensor in pairs}
-        parts = {id(p): (name, p) for trainer in trainers.values() for name, p in trainer.local_parameters.items()}
+        parts = {id(p): (name, p) for update in updates.values() for name, p in update.local_parameters.items()}
         pairs += [pair for key, pair in parts.items() if key not in known_ids]
         self._names, self._tensors = [name for name, _ in pairs], [tensor for _, tensor in pairs]
         self._first = self._known = [tensor.requires_grad for tensor in self._tensors]
         self._told: list[str] = []  # what the last update changed here
-        self._trainers, self._sizes = trainers, {name: _count_held(trainer) for name, trainer in trainers.items()}
+        self._updates, self._sizes = updates, {name: _count_held(update) for name, update in updates.items()}
         self._result: StepResult | None = None
 
     def changed_names(self) -> list[str]:
@@ -104,8 +106,8 @@ class RequiredGradients:
         Raises:
             PolylaneError: an optimizer has got further parameters since the training was prepared.
         """
-        for name, trainer in self._trainers.items():
-            if _count_held(trainer) > self._sizes[name]:
+        for name, update in self._updates.items():
+            if _count_held(update) > self._sizes[name]:
                 raise PolylaneError(
                     "the optimizer has got further parameters after the training was prepared (add_param_group?): give "
                     "it all of them at first, in groups, and freeze with requires_grad_(False) those that are to wait"
@@ -135,6 +137,6 @@ class RequiredGradients:
         self.follow([name for name, first_flag, flag in states if turned.get(name, first_flag) is not flag])
 
 
-def _count_held(trainer: ObjectiveUpdate) -> int:
+def _count_held(update: ObjectiveUpdate) -> int:
     """Return how many parameters, or shards of them, an optimizer has on this worker."""
-    return sum(len(group["params"]) for group in trainer.optimizer.param_groups)
+    return sum(len(group["params"]) for group in update.optimizer.param_groups)

@@ -85,8 +85,8 @@ def test_what_one_form_of_batches_leaves_out_travels_with_another(words: str) ->
         for batch in sequences():
             job.step(batch)
             sums.append(copied({name: g for name, g in job.gradients().items() if g is not None}))
-        trainer = job._role._trainers["loss"]
-        return sums, trainer.compressor, len(job._role._cache)
+        update = job._role._updates["loss"]
+        return sums, update.compressor, len(job._role._cache)
 
     torch.manual_seed(0)
     model = Sequences().double()

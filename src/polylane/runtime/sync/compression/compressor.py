@@ -88,17 +88,17 @@ class GradientCompressor:
         """
         return PendingPlainReduction(shares, transport.all_reduce(flatten_gradients(shares), shares.ranks))
 
-    def collect_state(self, objective: str, holding: LocalModel, replica: int) -> WorkerState:
+    def collect_state(self, objective: str, local_model: LocalModel, replica: int) -> WorkerState:
         """Return what the compressor adds to a checkpoint; nothing without compression.
 
         Args:
             objective: name of the objective whose gradients it sums.
-            holding: parameters and buffers of this worker.
+            local_model: parameters and buffers of this worker.
             replica: number of this worker's replica.
         """
         return WorkerState()
 
-    def restore_state(self, objective: str, holding: LocalModel, replica: int, saved: SavedState) -> None:
+    def restore_state(self, objective: str, local_model: LocalModel, replica: int, saved: SavedState) -> None:
         """Go on from a checkpoint; arguments as of :meth:`collect_state`."""
 
 
@@ -146,21 +146,21 @@ class ErrorFeedback:
     def __init__(self) -> None:
         self.residuals: dict[str, Tensor] = {}
 
-    def collect_state(self, objective: str, holding: LocalModel, replica: int) -> WorkerState:
+    def collect_state(self, objective: str, local_model: LocalModel, replica: int) -> WorkerState:
         """Return the residuals for a checkpoint; arguments as of :meth:`GradientCompressor.collect_state`."""
         state = WorkerState()
         for name, residual in self.residuals.items():
-            region = parameter_region(holding, name, residual)
+            region = parameter_region(local_model, name, residual)
             state.add(f"residual/{objective}/{name}@{replica}", region, residual)
         return state
 
-    def restore_state(self, objective: str, holding: LocalModel, replica: int, saved: SavedState) -> None:
+    def restore_state(self, objective: str, local_model: LocalModel, replica: int, saved: SavedState) -> None:
         """Take the residuals of a checkpoint: of as many replicas each its own, else the first the sum of all."""
         self.residuals = {}
-        for name, parameter in holding.tensors.parameters().items():
-            if not saved.has(f"residual/{objective}/{name}@0") or name not in holding.local_names():
+        for name, parameter in local_model.tensors.parameters().items():
+            if not saved.has(f"residual/{objective}/{name}@0") or name not in local_model.local_names():
                 continue
-            region = parameter_region(holding, name, parameter)
+            region = parameter_region(local_model, name, parameter)
             residual = torch.zeros(region.local_shape, dtype=sum_dtype(parameter.dtype), device=parameter.device)
             if saved.fill_sum(f"residual/{objective}/{name}", replica, region, residual):
                 self.residuals[name] = residual

@@ -95,23 +95,23 @@ class PowerSGDCompressor(compressor.GradientCompressor):
             self._directions.pop(name, None)
             self.error_feedback.residuals.pop(name, None)
 
-    def collect_state(self, objective: str, holding: LocalModel, replica: int) -> WorkerState:
-        state = self.error_feedback.collect_state(objective, holding, replica)
+    def collect_state(self, objective: str, local_model: LocalModel, replica: int) -> WorkerState:
+        state = self.error_feedback.collect_state(objective, local_model, replica)
         state.plain[f"powersgd/{objective}"] = self._steps
         for name, directions in self._directions.items():
-            state.add(self._name_of(objective, name, holding), whole_region(directions.shape), directions)
+            state.add(self._name_of(objective, name, local_model), whole_region(directions.shape), directions)
         return state
 
-    def restore_state(self, objective: str, holding: LocalModel, replica: int, saved: SavedState) -> None:
-        self.error_feedback.restore_state(objective, holding, replica, saved)
+    def restore_state(self, objective: str, local_model: LocalModel, replica: int, saved: SavedState) -> None:
+        self.error_feedback.restore_state(objective, local_model, replica, saved)
         self._steps, self._directions = saved.plain.get(f"powersgd/{objective}", 0), {}
-        for name in holding.local_names() & holding.tensors.parameters().keys():
-            key = self._name_of(objective, name, holding)
+        for name in local_model.local_names() & local_model.tensors.parameters().keys():
+            key = self._name_of(objective, name, local_model)
             if saved.has(key):  # else it is of another cut of the parameter, or of another rank: it starts anew
-                self._directions[name] = saved.read_whole(key).to(holding.world.device)
+                self._directions[name] = saved.read_whole(key).to(local_model.world.device)
 
-    def _name_of(self, objective: str, name: str, holding: LocalModel) -> str:
-        label = parameter_region(holding, name, holding.tensors.parameters()[name]).label
+    def _name_of(self, objective: str, name: str, local_model: LocalModel) -> str:
+        label = parameter_region(local_model, name, local_model.tensors.parameters()[name]).label
         return f"directions{self.rank}/{objective}/{name}{label}"
 
 

@@ -59,11 +59,11 @@ class TopKCompressor(compressor.GradientCompressor):
             picks.append(take_largest(self.error_feedback.add_gradient(name, gradient), count, gradient.dtype))
         return _PendingTopK(shares, picks, transport.all_gather(pack_message(shares, picks), shares.ranks))
 
-    def collect_state(self, objective: str, holding: LocalModel, replica: int) -> WorkerState:
-        return self.error_feedback.collect_state(objective, holding, replica)
+    def collect_state(self, objective: str, local_model: LocalModel, replica: int) -> WorkerState:
+        return self.error_feedback.collect_state(objective, local_model, replica)
 
-    def restore_state(self, objective: str, holding: LocalModel, replica: int, saved: SavedState) -> None:
-        self.error_feedback.restore_state(objective, holding, replica, saved)
+    def restore_state(self, objective: str, local_model: LocalModel, replica: int, saved: SavedState) -> None:
+        self.error_feedback.restore_state(objective, local_model, replica, saved)
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,9 @@ class ParameterServerSync(GradientSync):
     next gradients, and its scheduler follows the server that has made the most updates.
 
     Args:
-        holding: the parameters and buffers of this worker.
+        local_model: the parameters and buffers of this worker.
         host: channels to all servers, and the servers in this process.
-        trainers: optimizers and their parameters, by the name of the objective.
+        updates: optimizers and their parameters, by the name of the objective.
         waits: counter to which time and bytes spent on servers are added.
 
     Attributes:
@@ -52,21 +52,21 @@ class ParameterServerSync(GradientSync):
     """
 
     def __init__(
-        self, holding: LocalModel, host: ServerHost, trainers: Mapping[str, ObjectiveUpdate], waits: CollectiveWaits
+        self, local_model: LocalModel, host: ServerHost, updates: Mapping[str, ObjectiveUpdate], waits: CollectiveWaits
     ) -> None:
-        super().__init__(holding.transport)
-        plan, rank = holding.prepared.plan, holding.world.rank
+        super().__init__(local_model.transport)
+        plan, rank = local_model.prepared.plan, local_model.world.rank
         self._host, self._sync, self._waits = host, plan.sync, waits
-        self._trainers, self._objective_names = trainers, list(trainers)
-        self._parameters = {name: p for trainer in trainers.values() for name, p in trainer.local_parameters.items()}
+        self._updates, self._objective_names = updates, list(updates)
+        self._parameters = {name: p for update in updates.values() for name, p in update.local_parameters.items()}
         # What is frozen from the start is on no server: workers have it, and nobody changes it.
         self._server_parameters = frozenset(
-            name for objective in trainers for name in holding.prepared.trained_names(objective)
+            name for objective in updates for name in local_model.prepared.trained_names(objective)
         )
-        self._buffers = averaged_buffers(holding)
+        self._buffers = averaged_buffers(local_model)
         self._versions = dict.fromkeys(host.channels, 0)
-        self._updates_seen = dict.fromkeys(trainers, 0)
-        self._sent_options = {name: encode_options(trainer.optimizer) for name, trainer in trainers.items()}
+        self._updates_seen = dict.fromkeys(updates, 0)
+        self._sent_options = {name: encode_options(update.optimizer) for name, update in updates.items()}
         self._steps = self.staleness = 0
         self._members = plan.group(rank, ("data",))
         self._samples_seen = [0] * len(self._members)
@@ -78,14 +78,14 @@ class ParameterServerSync(GradientSync):
 
     def _send_first_weights(self) -> None:
         """Send the servers their initial weights: those of replica 0, which are equal on all replicas."""
-        for trainer in self._trainers.values():
-            if trainer.scheduler is not None:  # torch warns if a scheduler steps before its optimizer ever did
-                for optimizer in optimizers_in(trainer.optimizer):
+        for update in self._updates.values():
+            if update.scheduler is not None:  # torch warns if a scheduler steps before its optimizer ever did
+                for optimizer in optimizers_in(update.optimizer):
                     optimizer._opt_called = True  # type: ignore[attr-defined]
         channels = [(t, line) for t, line in self._host.channels.values() if t.replica == 0]
         with self.blame_local_server():
-            for trade, line in channels:
-                line.put(MessageHead(MessageKind.WEIGHTS), trade.full_packings[0].pack(self._parameters, CPU))
+            for server_shard, line in channels:
+                line.put(MessageHead(MessageKind.WEIGHTS), server_shard.full_packings[0].pack(self._parameters, CPU))
             for _, line in channels:
                 line.get(lambda head: ())
         # Other replicas push gradients only once the servers have weights.
@@ -100,30 +100,30 @@ class ParameterServerSync(GradientSync):
     def is_replica_local(self, objective: str) -> bool:
         return self._sync.is_replica_local
 
-    def update_weights(self, objective: str, trainer: ObjectiveUpdate, samples: bool) -> None:
-        if samples and self._sync.is_replica_local and trainer.clipper is not None:
-            trainer.clipper.clip_gradients()  # the norm of a sum over replicas is known to servers only
+    def update_weights(self, objective: str, update: ObjectiveUpdate, samples: bool) -> None:
+        if samples and self._sync.is_replica_local and update.clipper is not None:
+            update.clipper.clip_gradients()  # the norm of a sum over replicas is known to servers only
         kind = MessageKind.GRADIENTS if samples else MessageKind.NOTHING
-        options = self._changed_options(objective, trainer.optimizer)
+        options = self._changed_options(objective, update.optimizer)
         with self.blame_local_server():
             # All pushes first, then all pulls: the servers work on this step at the same time.
-            for server, (trade, line) in self._host.channels.items():
-                self._send_gradients(server, trade, line, kind, objective, options)
+            for server, (server_shard, line) in self._host.channels.items():
+                self._send_gradients(server, server_shard, line, kind, objective, options)
             self._waits.progress.begin_wait(self._watched, self._waits.progress.begin_operation(self._watched))
             heads = [self._receive_weights(server, *line) for server, line in self._host.channels.items()]
             self._waits.progress.end_wait()
         self._steps += 1
         self.staleness = max((head.staleness for head in heads), default=0)
-        self._follow_scheduler(objective, trainer, max((head.updates for head in heads), default=0), bool(samples))
+        self._follow_scheduler(objective, update, max((head.updates for head in heads), default=0), bool(samples))
 
     def after_step(self, objective: str, samples: Sequence[int]) -> None:
         if samples:
             self._samples_seen = [total + count for total, count in zip(self._samples_seen, samples, strict=True)]
 
     def _send_gradients(
-        self, server: int, trade: ServerShard, line: Channel, kind: MessageKind, objective: str, options: bytes
+        self, server: int, server_shard: ServerShard, line: Channel, kind: MessageKind, objective: str, options: bytes
     ) -> None:
-        rows, flags, packing = list[Tensor](), b"", trade.gradient_packings[objective]
+        rows, flags, packing = list[Tensor](), b"", server_shard.gradient_packings[objective]
         if kind is MessageKind.GRADIENTS:
             all_gradients = {name: self._parameters[name].grad for name in packing.names}
             gradients = {name: gradient for name, gradient in all_gradients.items() if gradient is not None}
@@ -135,19 +135,19 @@ class ParameterServerSync(GradientSync):
         number, version = self._objective_names.index(objective), self._versions[server]
         line.put(MessageHead(kind, number, self._steps, version, option_bytes=extra, flags=flags), rows)
 
-    def _receive_weights(self, server: int, trade: ServerShard, line: Channel) -> MessageHead:
+    def _receive_weights(self, server: int, server_shard: ServerShard, line: Channel) -> MessageHead:
         """Wait for a server's answer and load the new weights in it."""
-        head, values = self._receive_answer(trade, line)
+        head, values = self._receive_answer(server_shard, line)
         copy_values(self._parameters, values)
         self._versions[server] = head.version
         return head
 
-    def _receive_answer(self, trade: ServerShard, line: Channel) -> tuple[MessageHead, dict[str, Tensor]]:
+    def _receive_answer(self, server_shard: ServerShard, line: Channel) -> tuple[MessageHead, dict[str, Tensor]]:
         """Return the head of a server's next answer, and the weights in it by name."""
 
         def packing(head: MessageHead) -> FlatPacking:
             sent = [name for number, name in enumerate(self._objective_names) if head.objectives >> number & 1]
-            return trade.weights_of(sent)
+            return server_shard.weights_of(sent)
 
         with self._waits.timing():
             head, rows = line.get(lambda head: packing(head).sizes)
@@ -160,22 +160,22 @@ class ParameterServerSync(GradientSync):
         options = encode_options(optimizer)
         return b"" if options == self._sent_options[objective] else options
 
-    def _follow_scheduler(self, objective: str, trainer: ObjectiveUpdate, updates: int, sent: bool) -> None:
+    def _follow_scheduler(self, objective: str, update: ObjectiveUpdate, updates: int, sent: bool) -> None:
         """Step this worker's scheduler as often as the servers' one, so that its learning rates are theirs.
 
         Args:
             objective: name of the objective that was stepped.
-            trainer: its optimizer and scheduler on this worker.
+            update: its optimizer and scheduler on this worker.
             updates: updates of the objective by the server that made the most.
             sent: whether this step sent gradients, and changed options with them.
         """
         # Options that the user changed and that were not sent yet stay different from _sent_options.
-        changed = not sent and self._changed_options(objective, trainer.optimizer)
-        for _ in range(updates - self._updates_seen[objective] if trainer.scheduler is not None else 0):
-            step_scheduler(trainer.scheduler)
+        changed = not sent and self._changed_options(objective, update.optimizer)
+        for _ in range(updates - self._updates_seen[objective] if update.scheduler is not None else 0):
+            step_scheduler(update.scheduler)
         self._updates_seen[objective] = updates
         if not changed:
-            self._sent_options[objective] = encode_options(trainer.optimizer)
+            self._sent_options[objective] = encode_options(update.optimizer)
 
     # ---- reading state of the servers --------------------------------------------------------------------------------
 
@@ -187,8 +187,8 @@ class ParameterServerSync(GradientSync):
         with self.blame_local_server():
             for _, line in lines:
                 line.put(MessageHead(MessageKind.READ_GRADIENTS, number))
-            for trade, line in lines:
-                packing = trade.weight_packings[objective]
+            for server_shard, line in lines:
+                packing = server_shard.weight_packings[objective]
                 head, rows = line.get(lambda head, sizes=packing.sizes: sizes)  # type: ignore[misc]
                 gradients = packing.unpack(rows, next(iter(self._parameters.values())).device)
                 for name, flag in zip(packing.names, head.flags, strict=False):
@@ -207,8 +207,8 @@ class ParameterServerSync(GradientSync):
                 self._transport.barrier()  # steps of all workers have been applied: all read the same weights
                 for _, line in self._host.channels.values():
                     line.put(MessageHead(MessageKind.READ_WEIGHTS))
-                for trade, line in self._host.channels.values():
-                    copy_values(self._parameters, self._receive_answer(trade, line)[1])
+                for server_shard, line in self._host.channels.values():
+                    copy_values(self._parameters, self._receive_answer(server_shard, line)[1])
             # Servers have no buffers: running statistics are averaged over replicas, weighted by samples.
             if any(self._samples_seen):
                 means = average_over_replicas(self._buffers, self._samples_seen, self._members, self._transport)
@@ -240,7 +240,7 @@ class ParameterServerSync(GradientSync):
         counts = saved.plain.get(f"server_client/{replica}", [])
         self._samples_seen = list(counts) if len(counts) == len(self._members) else [0] * len(self._members)
         # The servers have the options of the checkpoint as well: there is nothing to send.
-        self._sent_options = {name: encode_options(t.optimizer) for name, t in self._trainers.items()}
+        self._sent_options = {name: encode_options(t.optimizer) for name, t in self._updates.items()}
 
     # ---- dedicated servers -------------------------------------------------------------------------------------------
 

@@ -117,8 +117,10 @@ class ServerHost:
         """Return the first objective's optimizers of the servers in this process."""
         courses = [next(iter(server.weights.objectives.values())) for server in self.servers]
         return [
-            LocalOptimizer(course.optimizer, course.parameters, partial(getattr, course, "updates"))
-            for course in courses
+            LocalOptimizer(
+                objective_state.optimizer, objective_state.parameters, partial(getattr, objective_state, "updates")
+            )
+            for objective_state in courses
         ]
 
     def gather_updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:
@@ -182,14 +184,16 @@ def open_server_host(world: World, prepared: CompiledTraining, clip_norm: float 
         shards, at = plan_server_shards(prepared, share, model), server_rank(plan, number)
         # Transports over one gloo group differ by their tags: 0 for collective calls, 2 + number for a server's
         # channels, tags from 2 + servers on between servers.
-        pairs = [(trade.rank, at, trade.max_flags) for trade in shards]
+        pairs = [(server_shard.rank, at, server_shard.max_flags) for server_shard in shards]
         opened = _open_channels(cpu_world, pairs, (FROM_SERVER, TO_SERVER), 2 + number, host)
-        ends = {trade.rank: pair for trade, pair in zip(shards, opened, strict=True)}
-        for trade in shards:
-            if trade.rank == world.rank:
-                host.channels[number] = trade, ends[trade.rank][0]
+        ends = {server_shard.rank: pair for server_shard, pair in zip(shards, opened, strict=True)}
+        for server_shard in shards:
+            if server_shard.rank == world.rank:
+                host.channels[number] = server_shard, ends[server_shard.rank][0]
         if at == world.rank:
-            clients = {trade.rank: ServedWorker(trade, ends[trade.rank][1]) for trade in shards}
+            clients = {
+                server_shard.rank: ServedWorker(server_shard, ends[server_shard.rank][1]) for server_shard in shards
+            }
             # Asynchronous updates are of single replicas, whose workers clip their gradients themselves.
             begin = partial(build_weights, prepared, clip_norm if plan.sync.staleness == 0 else None, world.device)
             names, server_channels = list(prepared.objectives), fellows.get(number, ())

@@ -217,58 +217,60 @@ class ParameterServer:
         except BaseException as error:  # raised by an optimizer, a scheduler, or the channel of a lost worker
             self._fail(error)
 
-    def _row_sizes(self, trade: ServerShard, head: MessageHead) -> Sizes:
+    def _row_sizes(self, server_shard: ServerShard, head: MessageHead) -> Sizes:
         if head.kind is MessageKind.WEIGHTS:
-            return trade.full_packings[0].sizes
+            return server_shard.full_packings[0].sizes
         if head.kind is not MessageKind.GRADIENTS:
             return ()
-        gradients = trade.gradient_packings[self._objectives[head.objective]].sizes
+        gradients = server_shard.gradient_packings[self._objectives[head.objective]].sizes
         return [*gradients, (head.option_bytes, torch.uint8)] if head.option_bytes else gradients
 
     def _handle_message(self, client: ServedWorker, head: MessageHead, rows: Sequence[Tensor]) -> None:
-        trade = client.server_shard
+        server_shard = client.server_shard
         if head.kind is MessageKind.END:
-            self._end_worker(trade)
+            self._end_worker(server_shard)
         elif head.kind is MessageKind.READ_WEIGHTS:
-            self._send_answer(trade.rank, head, self._objectives, self._pack_weights(trade, self._objectives))
+            self._send_answer(
+                server_shard.rank, head, self._objectives, self._pack_weights(server_shard, self._objectives)
+            )
         elif head.kind is MessageKind.READ_GRADIENTS:
-            self._send_gradients(trade, head)
+            self._send_gradients(server_shard, head)
         elif head.kind is MessageKind.WEIGHTS:
             self._receive_weights(client, head, rows)
         else:
-            self._receive_gradients(trade, head, rows)
+            self._receive_gradients(server_shard, head, rows)
 
-    def _end_worker(self, trade: ServerShard) -> None:
-        self._ended_ranks.add(trade.rank)
-        if self._ended_ranks.issuperset(self._replica_ranks[trade.replica]):
+    def _end_worker(self, server_shard: ServerShard) -> None:
+        self._ended_ranks.add(server_shard.rank)
+        if self._ended_ranks.issuperset(self._replica_ranks[server_shard.replica]):
             # An ended replica must not hold back others as the slowest one.
-            self._replica_steps[trade.replica] = math.inf
+            self._replica_steps[server_shard.replica] = math.inf
             self._answer_ready()
 
     def _receive_weights(self, client: ServedWorker, head: MessageHead, rows: Sequence[Tensor]) -> None:
         """Store one worker's part of the initial weights; the last part builds the optimizers."""
-        trade = client.server_shard
-        parts = trade.full_packings[0].unpack(rows, self._device)
-        if self._add_part(trade, trade.replica, head, parts, parts):
+        server_shard = client.server_shard
+        parts = server_shard.full_packings[0].unpack(rows, self._device)
+        if self._add_part(server_shard, server_shard.replica, head, parts, parts):
             self._weights = self._build_weights(
-                self.sum_over_servers, self._gradient_sums.pop(trade.replica).take_sums()
+                self.sum_over_servers, self._gradient_sums.pop(server_shard.replica).take_sums()
             )
             self._weights_ready.set()
-            for rank in self._replica_ranks[trade.replica]:
+            for rank in self._replica_ranks[server_shard.replica]:
                 self._send_answer(rank, self._last_heads[rank], (), ())
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def _receive_gradients(self, trade: ServerShard, head: MessageHead, rows: Sequence[Tensor]) -> None:
+    def _receive_gradients(self, server_shard: ServerShard, head: MessageHead, rows: Sequence[Tensor]) -> None:
         """Store one worker's gradients of a step; the last part of an update applies it and answers replicas.
 
         Args:
-            trade: what the worker that sent them exchanges with this server.
+            server_shard: what the worker that sent them exchanges with this server.
             head: names objective and step, and the version of the weights that the gradients were computed with.
             rows: packed gradients, followed by the optimizer's options if they have changed.
         """
         name = self._objectives[head.objective]
-        packing, parts, had = trade.gradient_packings[name], dict[str, Tensor](), list[str]()
+        packing, parts, had = server_shard.gradient_packings[name], dict[str, Tensor](), list[str]()
         if head.kind is MessageKind.GRADIENTS:
             parts = packing.unpack(rows[: len(packing.rows)], self._device)
             had = [n for n, flag in zip(packing.names, head.flags, strict=False) if flag]
@@ -276,13 +278,13 @@ class ParameterServer:
             load_options(self.weights.objectives[name].optimizer, rows[-1].numpy().tobytes())
         # Synchronous: one update of the gradients of all replicas. Asynchronous: one of each replica's.
         is_synchronous = self._staleness == 0
-        key = ALL if is_synchronous else trade.replica
-        if not self._add_part(trade, key, head, parts, had):
+        key = ALL if is_synchronous else server_shard.replica
+        if not self._add_part(server_shard, key, head, parts, had):
             return
         gradients, start, self._answer_bytes = self._gradient_sums.pop(key).take_sums(), time.perf_counter(), 0
         if head.kind is MessageKind.GRADIENTS:
             self._apply_update(key, head, gradients)
-        for replica in self._replica_ranks if is_synchronous else (trade.replica,):
+        for replica in self._replica_ranks if is_synchronous else (server_shard.replica,):
             self._last_staleness[replica] = (
                 self._version - 1 - head.version if head.kind is MessageKind.GRADIENTS else 0
             )
@@ -296,7 +298,7 @@ class ParameterServer:
 
     def _add_part(
         self,
-        trade: ServerShard,
+        server_shard: ServerShard,
         key: int,
         head: MessageHead,
         parts: Mapping[str, Tensor],
@@ -305,7 +307,7 @@ class ParameterServer:
         """Add one worker's part to the sum of an update; return whether the parts of all its workers have arrived.
 
         Args:
-            trade: what the worker exchanges with this server.
+            server_shard: what the worker exchanges with this server.
             key: number of the replica whose update it is, or :data:`ALL`.
             head: head of the worker's message, to be answered later.
             parts: tensors or shards of tensors, by name.
@@ -316,16 +318,16 @@ class ParameterServer:
             self._gradient_sums[key] = GradientSum(
                 {rank: self._clients[rank].server_shard.shard_spec for rank in ranks}
             )
-        self._last_heads[trade.rank] = head
-        return self._gradient_sums[key].add_part(trade.rank, parts, had)
+        self._last_heads[server_shard.rank] = head
+        return self._gradient_sums[key].add_part(server_shard.rank, parts, had)
 
     def _apply_update(self, replica: int, head: MessageHead, gradients: Mapping[str, Tensor]) -> None:
         name = self._objectives[head.objective]
-        course = self.weights.objectives[name]
+        objective_state = self.weights.objectives[name]
         with torch.enable_grad():  # messages are handled under no_grad; a user's optimizer may use autograd
-            course.apply_gradients(gradients)
+            objective_state.apply_gradients(gradients)
         self._version += 1
-        course.latest_version = self._version
+        objective_state.latest_version = self._version
         ahead = 0 if replica == ALL else int(self._replica_steps[replica] - min(self._replica_steps.values()))
         self.log.add(ServerUpdate(replica, head.step, head.objective, head.version, self._version, ahead))
 
@@ -344,17 +346,17 @@ class ParameterServer:
                 )
                 self._versions_sent[replica] = self._version
                 for rank in self._replica_ranks[replica]:
-                    trade = self._clients[rank].server_shard
-                    if (trade.shard_key, changed) not in packed:  # pack once for counterparts in all replicas
-                        packed[trade.shard_key, changed] = self._pack_weights(trade, changed)
-                    self._send_answer(rank, self._last_heads[rank], changed, packed[trade.shard_key, changed])
+                    server_shard = self._clients[rank].server_shard
+                    if (server_shard.shard_key, changed) not in packed:  # pack once for counterparts in all replicas
+                        packed[server_shard.shard_key, changed] = self._pack_weights(server_shard, changed)
+                    self._send_answer(rank, self._last_heads[rank], changed, packed[server_shard.shard_key, changed])
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
-    def _pack_weights(self, trade: ServerShard, objectives: Sequence[str]) -> list[Tensor]:
+    def _pack_weights(self, server_shard: ServerShard, objectives: Sequence[str]) -> list[Tensor]:
         """Return the rows of a worker's parameters or shards that some objectives train."""
-        packing = trade.weights_of(objectives)
-        return packing.pack(_take_parts(self.weights.parameters, packing, trade), CPU)
+        packing = server_shard.weights_of(objectives)
+        return packing.pack(_take_parts(self.weights.parameters, packing, server_shard), CPU)
 
     def _send_answer(self, rank: int, head: MessageHead, objectives: Sequence[str], rows: Sequence[Tensor]) -> None:
         client = self._clients[rank]
@@ -367,14 +369,14 @@ class ParameterServer:
             MessageHead(MessageKind.ANSWER, head.objective, head.step, self._version, updates, stale, bits), rows
         )
 
-    def _send_gradients(self, trade: ServerShard, head: MessageHead) -> None:
+    def _send_gradients(self, server_shard: ServerShard, head: MessageHead) -> None:
         """Answer a worker with its part of the gradients of the last update, as the optimizer used them."""
         name = self._objectives[head.objective]
-        packing, parameters = trade.weight_packings[name], self.weights.objectives[name].parameters
+        packing, parameters = server_shard.weight_packings[name], self.weights.objectives[name].parameters
         gradients = {n: grad for n in packing.names if (grad := parameters[n].grad) is not None}
         flags = bytes(n in gradients for n in packing.names)
-        rows = packing.pack(_take_parts(gradients, packing, trade), CPU)
-        self._clients[trade.rank].channel.put(
+        rows = packing.pack(_take_parts(gradients, packing, server_shard), CPU)
+        self._clients[server_shard.rank].channel.put(
             MessageHead(MessageKind.ANSWER, head.objective, head.step, self._version, flags=flags), rows
         )
 
@@ -390,7 +392,7 @@ class ParameterServer:
                 line.put(MessageHead(MessageKind.FAILED))
 
 
-def _take_parts(tensors: Mapping[str, Tensor], packing: FlatPacking, trade: ServerShard) -> dict[str, Tensor]:
+def _take_parts(tensors: Mapping[str, Tensor], packing: FlatPacking, server_shard: ServerShard) -> dict[str, Tensor]:
     """Return a worker's shards of full tensors, of those that exist in ``tensors``."""
     wholes = {name: tensors[name] for name in packing.names if name in tensors}
-    return {**wholes, **trade.shard_spec.local_shards(wholes)}
+    return {**wholes, **server_shard.shard_spec.local_shards(wholes)}

@@ -85,29 +85,34 @@ class ServerWeights:
         state = WorkerState()
         for name, parameter in self.parameters.items():
             state.add(MODEL_PREFIX + name, whole_region(parameter.shape), parameter)
-        for name, course in self.objectives.items():
-            parts = _whole_parts(course)
-            state.extend(collect_optimizer(name, course.optimizer, parts))
-            is_whole, is_first = parts.keys() >= set(course.trained), parts.keys() >= set(course.trained[:1])
+        for name, objective_state in self.objectives.items():
+            parts = _whole_parts(objective_state)
+            state.extend(collect_optimizer(name, objective_state.optimizer, parts))
+            is_whole, is_first = (
+                parts.keys() >= set(objective_state.trained),
+                parts.keys() >= set(objective_state.trained[:1]),
+            )
             speaks_for = ({*parts, ""} if is_first else set(parts)).__contains__  # "" is what belongs to none
-            state.extend(collect_attributes(name, course.optimizer, course.names, parts, speaks_for, is_whole))
+            state.extend(
+                collect_attributes(name, objective_state.optimizer, objective_state.names, parts, speaks_for, is_whole)
+            )
             if is_first:
-                state.plain |= collect_counts(name, course.optimizer)
+                state.plain |= collect_counts(name, objective_state.optimizer)
         return state
 
     def restore_state(self, saved: SavedState) -> None:
         """Make parameters, optimizer states, options and schedulers those of a checkpoint."""
         for name, parameter in self.parameters.items():
             saved.fill(MODEL_PREFIX + name, whole_region(parameter.shape), parameter.data)
-        for name, course in self.objectives.items():
-            parts = _whole_parts(course)
-            restore_optimizer(name, course.optimizer, parts, saved.plain, saved.fill)
-            restore_options(name, course.optimizer, course.scheduler, saved.plain)
-            restore_attributes(name, course.optimizer, course.names, parts, saved.plain, saved.fill)
+        for name, objective_state in self.objectives.items():
+            parts = _whole_parts(objective_state)
+            restore_optimizer(name, objective_state.optimizer, parts, saved.plain, saved.fill)
+            restore_options(name, objective_state.optimizer, objective_state.scheduler, saved.plain)
+            restore_attributes(name, objective_state.optimizer, objective_state.names, parts, saved.plain, saved.fill)
 
 
-def _whole_parts(course: ObjectiveState) -> dict[str, OptimizedPart]:
-    return {name: OptimizedPart(p, whole_region(p.shape)) for name, p in course.parameters.items()}
+def _whole_parts(objective_state: ObjectiveState) -> dict[str, OptimizedPart]:
+    return {name: OptimizedPart(p, whole_region(p.shape)) for name, p in objective_state.parameters.items()}
 
 
 def build_weights(
@@ -146,14 +151,16 @@ def build_weights(
         trained = prepared.trained_names(name)
         trained_parameters = {n: p for n, p in parameters.items() if n in trained}
         built = _build_optimizer(objective, list(trained_parameters.items()), all_parameters)
-        course = ObjectiveState(trained_parameters, built, build_scheduler(objective.scheduler, built), trained)
+        objective_state = ObjectiveState(
+            trained_parameters, built, build_scheduler(objective.scheduler, built), trained
+        )
         if clip_norm is not None:
             # The order of the model, not of this server: all servers sum one vector of norms.
             order = [n for n in model if n in trained]
-            course.clipper = GradientClipper(
+            objective_state.clipper = GradientClipper(
                 clip_norm, SumOverMesh(order, list(trained_parameters), trained_parameters, device, sum_over_servers)
             )
-        weights.objectives[name] = course
+        weights.objectives[name] = objective_state
     return weights
 
 
