@@ -66,7 +66,7 @@ class OutputFile(io.FileIO):
         """Wait until the descriptor takes a few bytes; once nobody has read for too long, only look whether it does.
 
         Raises:
-            TimeoutError: it takes nothing.
+            TimeoutError: the reader has taken nothing for the time that it has.
         """
         poll = select.poll()
         poll.register(self.fileno(), select.POLLOUT)

@@ -77,7 +77,7 @@ def _is_file(path: Path) -> bool:
     """Return whether there is a file.
 
     Raises:
-        OSError: nobody may say.
+        OSError: the system does not let this user see it.
     """
     try:
         return stat.S_ISREG(path.stat().st_mode)

@@ -160,7 +160,7 @@ def _train(factory: OptimizerFactory, trial: Trial, mode: Origins, trace: Update
     Args:
         factory: the user's optimizer factory.
         trial: initial values and gradients.
-        mode: follows the steps.
+        mode: records the operators of every step.
         trace: gets what updates depend on, in these steps and at a far count of steps; None: they are not asked for.
     """
     steps = trial.steps[: len(ANSWERS)]

@@ -253,7 +253,7 @@ def _rehearse_step(
     The user's own optimizers may be written for the shapes of their model: these show it in the first real step.
 
     Raises:
-        PolylaneError: the step raised.
+        PolylaneError: the optimizer's step raised an exception.
     """
     is_custom = not type(optimizer).__module__.startswith("torch.optim")
     if is_custom or any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups):

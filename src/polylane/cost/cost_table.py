@@ -197,7 +197,7 @@ class ShardedGraphCost:
         """Return the bytes of a parameter or buffer on the busiest rank, in its own dtype.
 
         Args:
-            kind: "parameter" or "buffer".
+            kind: kind of the tensors, "parameter" or "buffer".
             name: canonical name of it.
             total_bytes: bytes of all of it, which count where no operator of the graph reads it.
         """

@@ -349,7 +349,7 @@ class PlanCost:
         """Return the bytes of states of a rank, with what synchronization keeps: residuals, anchors, servers' weights.
 
         Args:
-            stage: the rank's stage.
+            stage: index of the stage that the rank computes.
             trained: bytes of its trained parameters.
             state_bytes: bytes of its optimizer's states.
         """

@@ -36,7 +36,7 @@ def choose_bound(record: Record, doing: Doing, hang_after: float | None) -> floa
     """Return the seconds without progress after which a worker hangs.
 
     Args:
-        record: where it is.
+        record: where the worker is, and since when.
         doing: what its process does.
         hang_after: the user's bound; None: from the step times.
     """

@@ -147,7 +147,7 @@ class HangReport:
     Attributes:
         sentence: what happened, for people.
         culprits: the ranks to blame; empty where it is a link.
-        ranks: every rank, ascending.
+        ranks: a report of every rank, by ascending rank.
         timeline: the last actions of all ranks up to that moment, without those that had not ended.
         unfinished: by rank, the action that had not ended, and since when on the timeline's clock.
         now: the moment on the timeline's clock.

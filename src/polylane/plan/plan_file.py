@@ -55,7 +55,7 @@ def parse_plan(text: str, name: str) -> Plan:
         name: what errors call it.
 
     Raises:
-        PolylaneError: as of :func:`load`.
+        PolylaneError: for the reasons of :func:`load`.
     """
     try:
         data = parse(text)

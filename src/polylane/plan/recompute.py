@@ -31,7 +31,7 @@ def read_recompute(value: Any) -> str | dict[str, str]:
     """Validate what a plan file says of recomputation: a mode or a budget, or a mapping of module paths to these.
 
     Raises:
-        PydanticCustomError: it is neither.
+        PydanticCustomError: it is neither a mode or a budget, nor such a mapping.
     """
     if is_mode(value):
         return value

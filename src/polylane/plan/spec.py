@@ -289,7 +289,7 @@ def parse_switch(key: str, text: str) -> bool:
     """Parse yes or no.
 
     Raises:
-        PolylaneError: it is neither.
+        PolylaneError: the text is neither yes nor no.
     """
     if text not in ("yes", "no"):
         raise PolylaneError(f"{key}={_shorten(text)} must be yes or no")

@@ -86,7 +86,7 @@ def splits_backward(schedule: str) -> bool:
     """Return whether the schedule runs backward passes in two halves: input gradients, then weight gradients.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: no schedule has that name.
     """
     _check_name(schedule)
     return schedule in _SPLIT or (schedule in _CHUNKED and _CHUNKED[schedule].split)

@@ -50,7 +50,7 @@ def run_spawned_worker(
         request: what is to be trained, and how.
         launcher: the process that started this one, and that watches it.
         pages: by rank, the descriptors of a worker's page and of the file for its stacks, in that process; or empty.
-        context: this worker.
+        context: rank and channels of this worker.
     """
     world = watched_by(launcher, pages, context.world)
     return run_torchrun_worker(request, world, context.send_message if context.rank == 0 else _tell_nobody)

@@ -33,7 +33,7 @@ class CompressedReduction:
     """Cost of the reduction of one bucket.
 
     Attributes:
-        seconds: of its messages.
+        seconds: time that its messages take.
         bytes: that each rank sends.
         packing: seconds in which the rank compresses, before the messages.
         unpacking: seconds in which it decompresses and adds up, after them.

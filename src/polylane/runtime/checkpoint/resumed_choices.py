@@ -20,7 +20,7 @@ def describe_choices(prepared: CompiledTraining, clip_norm: float | None) -> dic
     """Return the choices of a training, as the plain facts that a checkpoint keeps.
 
     Args:
-        prepared: the compiled training.
+        prepared: the training, compiled for its plan.
         clip_norm: bound on the 2-norm of all gradients, or None.
     """
     trained = {name: prepared.trained_names(name) for name in prepared.partitions}

@@ -239,7 +239,7 @@ class CheckpointSaver:
         """Wait until the checkpoint that is being written is complete; a collective of all processes.
 
         Raises:
-            PolylaneError: as of :meth:`advance`.
+            PolylaneError: for the reasons of :meth:`advance`.
         """
         while self.is_writing:
             self.advance(wait=True)

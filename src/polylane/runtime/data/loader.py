@@ -91,7 +91,7 @@ def _divide_order(order: list[int], size: int, drop_last: bool, skip: int) -> li
     """Return the indices of each batch of an epoch; none where all of it was passed over.
 
     Raises:
-        PolylaneError: as of :func:`batch_sizes`.
+        PolylaneError: for the reasons of :func:`batch_sizes`.
     """
     remainder = len(order) - skip
     if skip and (remainder <= 0 or (drop_last and remainder < size)):

@@ -49,7 +49,7 @@ def set_optimizer_mode(optimizer: Any, training: bool) -> bool:
     """Call an optimizer's own ``train()`` or ``eval()``, if it has both; return whether it has.
 
     Raises:
-        PolylaneError: it raised.
+        PolylaneError: the user's method raised an exception.
     """
     with _blamed_on("optimizer.train()" if training else "optimizer.eval()"):
         return set_mode(optimizer, training)
@@ -107,7 +107,7 @@ def step_scheduler(scheduler: Any, loss: float | None = None) -> None:
         loss: the step's loss, for a scheduler that needs a metric (:func:`needs_metric`).
 
     Raises:
-        PolylaneError: it raised.
+        PolylaneError: the user's method raised an exception.
     """
     for member in schedulers_in(scheduler):
         with _blamed_on("scheduler.step()"):

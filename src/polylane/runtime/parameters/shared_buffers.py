@@ -82,7 +82,7 @@ class SharedBuffers:
         """Return the lowest stage that has a buffer's current value.
 
         Args:
-            name: of the buffer.
+            name: canonical name of the buffer.
             among: the stages that use it: before the first step each has its value, and others need not.
         """
         current = self._current_stages.get(name, frozenset(among))

@@ -93,7 +93,7 @@ def is_witnessed(program: Program, step: int, microbatches: int, samples: int, i
     """Return whether calls are checked in a step of a program; the same on all replicas.
 
     Args:
-        program: the worker's program.
+        program: the actions of this worker, in order.
         step: number of the step, from 0.
         microbatches: number of microbatches that this worker computes on.
         samples: number of samples of the batch, over all replicas.

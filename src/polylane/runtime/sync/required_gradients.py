@@ -73,7 +73,7 @@ class RequiredGradients:
         """Refuse a parameter that the user's own Python has frozen or unfrozen within a pass of several workers.
 
         Raises:
-            PolylaneError: there is one.
+            PolylaneError: a parameter was frozen or unfrozen.
         """
         if self._size > 1 and (names := self.changed_names()):
             raise PolylaneError(

@@ -16,7 +16,7 @@ def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Pop
 
     Args:
         module: dotted name of the module.
-        arguments: its command line.
+        arguments: command line of the module, without its name.
         options: what the process shares with this one, as keyword arguments of :class:`subprocess.Popen`.
 
     Raises:

@@ -50,7 +50,7 @@ class ResumeVerdict:
     """Whether a training that goes on from a checkpoint is the unbroken one.
 
     Attributes:
-        passed: whether it is.
+        passed: whether the resumed training is the unbroken one.
         plan: the plan that saved.
         workers: number of its processes.
         steps: steps of the unbroken training.
