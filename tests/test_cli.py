@@ -855,8 +855,8 @@ def test_a_batch_larger_than_the_data_is_remarked_on(folder: Path) -> None:
     assert "--batch" not in told
 
 
-def test_stop_on_nan(folder: Path) -> None:
-    line = "train tiny.py --set fault=nan --stop-on-nan --batch 4 --workers 2 --epochs 9 --run run/nan"
+def test_on_nan_stop(folder: Path) -> None:
+    line = "train tiny.py --set fault=nan --on-nan stop --batch 4 --workers 2 --epochs 9 --run run/nan"
     _, err = execute(folder, line, code=2)
     steps, epochs = metrics(folder / "run/nan")
     bad = next(line["step"] for line in steps if line["loss"] is None)

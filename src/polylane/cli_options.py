@@ -115,7 +115,6 @@ HangAfter = Annotated[
     ),
 ]
 # Hidden: accepted for command lines from before --on-nan.
-StopOnNan = Annotated[bool, typer.Option("--stop-on-nan", help="The same as --on-nan stop.", hidden=True)]
 Grace = Annotated[
     float,
     typer.Option(

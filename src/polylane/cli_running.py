@@ -48,7 +48,6 @@ def train(
     on_disk_error: options.OnDiskError = "warn",
     grace: options.Grace = GRACE,
     requeue_code: options.RequeueCode = 0,
-    stop_on_nan: options.StopOnNan = False,
     on_hang: options.OnHang = "stop",
     hang_after: options.HangAfter = None,
     drop_last: options.DropLast = False,
@@ -82,7 +81,7 @@ def train(
     split: dict[str, Any] = {"workers": maximum, "plan": plan, "clip_norm": clip_norm, "json": json, "audit": audit}
     length: dict[str, Any] = {"epochs": epochs, "steps": steps, "drop_last": drop_last, "run_folder": run}
     request = TrainRequest(
-        **(shared | split | length | {"fewest_workers": fewest, "on_nan": "stop" if stop_on_nan else on_nan}),
+        **(shared | split | length | {"fewest_workers": fewest, "on_nan": on_nan}),
         rates=LearningRateOptions(batch, optimizer, lr, scale_lr, base_batch, warmup),
         saving=SavingOptions(save_every, keep, resume, default_restarts(max_restarts, workers)),
         trouble=TroubleOptions(on_hang, hang_after, on_disk_error, grace, requeue_code),

@@ -311,7 +311,7 @@ def test_train_with_a_server_of_its_own(tmp_path: Path) -> None:
     "plan", covering.one_in(2, ["data=2,servers=1,dedicated=yes", "data=2,servers=1,staleness=any,dedicated=yes"])
 )
 def test_a_loss_that_is_no_number_stops_all(plan: str, tmp_path: Path) -> None:
-    words = ["--batch", "8", "--epochs", "3", "--run", "run", "--stop-on-nan", "--set", "fault=yes"]
+    words = ["--batch", "8", "--epochs", "3", "--run", "run", "--on-nan", "stop", "--set", "fault=yes"]
     done = train(tmp_path, "--plan", plan, *words)
     assert done.returncode == 2 and "the loss was nan at step" in done.stderr
     assert not (tmp_path / "run" / "model.safetensors").exists()
