@@ -30,6 +30,7 @@ from polylane.output import find_loss, guard_streams
 from polylane.runtime.workers.failure import format_exit_code
 from polylane.runtime.workers.stop_request import Stopped, describe_end
 from polylane.runtime.workers.system_limits import explain_refusal
+from polylane.schedule.schedules import ScheduleName
 
 # None of the imports above imports torch, so that `polylane --help` does not wait for it. Each command imports its own
 # module when it is called.
@@ -284,7 +285,7 @@ cli_planning.register(app)
 def lanes(
     stages: options.DrawnStages,
     microbatches: Annotated[int, typer.Option("--microbatches", metavar="M", min=1, help="Microbatches in a batch.")],
-    schedule: Annotated[options.ScheduleName | None, typer.Argument(help="Which schedule.", show_default=False)] = None,
+    schedule: Annotated[ScheduleName | None, typer.Argument(help="Which schedule.", show_default=False)] = None,
     compare: options.Compare = False,
     chunks: options.Chunks = None,
     batches: options.Batches = None,

@@ -189,9 +189,6 @@ Warmup = Annotated[
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture as SVG.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as an HTML page.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
-ScheduleName = Literal[
-    "naive", "afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "pipedream", "pipedream-2bw", "auto"
-]
 Compare = Annotated[bool, typer.Option("--compare", help="All schedules side by side, in place of one.")]
 Chunks = Annotated[
     int | None,

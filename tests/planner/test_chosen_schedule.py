@@ -16,7 +16,6 @@ from polylane.planner.ranked_plan import RankedPlan, realize_plan
 from polylane.planner.schedule_options import (
     GAIN,
     PLAIN_SCHEDULE,
-    StageSeconds,
     live_microbatches,
     penalize,
     pipeline_seconds,
@@ -30,6 +29,7 @@ from polylane.planner.uniform_plans import (
     min_step_seconds,
     rate_uniform_plan,
 )
+from polylane.schedule.estimates import StageSeconds
 from polylane.schedule.live import peak_live
 from polylane.schedule.problem import ScheduleProblem, lanes_to_orders, play_orders
 from polylane.schedule.schedules import ASYNCHRONOUS, assign_stages, schedule_lanes, splits_backward

@@ -54,7 +54,7 @@ def test_live_bounds() -> None:
 )
 def test_counts_below_one_are_refused(schedule: str, stages: int, microbatches: int, named: str) -> None:
     with pytest.raises(ValueError, match=f"{named}.* at least 1, not"):
-        SCHEDULES[schedule](stages, microbatches)
+        schedule_lanes(schedule, stages, microbatches)
     with pytest.raises(ValueError, match=f"{named}.* at least 1, not"):
         live_bound(schedule, stages, microbatches, 0)
 

@@ -53,7 +53,7 @@ def plan_from_partition(partition: Partition, spec: Spec, microbatches: int) -> 
     return Plan(
         graph=fingerprint(partition.graph),
         stages=stages,
-        schedule=spec.schedule,  # type: ignore[arg-type]
+        schedule=spec.schedule,
         vertical_sync=spec.vertical_sync,
         replicas=spec.replicas,  # type: ignore[arg-type]
         microbatches=microbatches,

@@ -12,7 +12,7 @@ from polylane.plan.recompute import MODES
 from polylane.plan.schedule_checks import check_accumulation, check_plain_sum, check_sharded_passes
 from polylane.plan.spec import AUTO, DEGREES, PRECISIONS, REPLICAS, TURNS, Degrees, Spec
 from polylane.plan.sync import KEYS, SUM, SyncOptions, parse_sync
-from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, FOUND, RUNNABLE
+from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, FOUND, KINDS, RUNNABLE
 from polylane.settings import split_pairs
 
 # Keys of a plan that a search can be told; what else a plan can say, it finds or leaves at its default.
@@ -21,17 +21,11 @@ _KNOWN = (*DEGREES, "microbatches", "schedule", "chunks", "replicas", "precision
 # A schedule, and the stages of every worker.
 ScheduleOption = tuple[str, int]
 
-# Numbers of chunks that a search tries where a schedule has any.
-CHUNKS = (2, 4)
-
 # Schedules that a search compares unasked, the plainest first: all compute the numbers of one device.
-COMPARED: tuple[ScheduleOption, ...] = (
-    ("1f1b", 1),
-    ("zb-h1", 1),
-    ("zb-h2", 1),
-    ("afab", 1),
-    ("zb-v", 2),
-    *(("interleaved", chunks) for chunks in CHUNKS),
+COMPARED: tuple[ScheduleOption, ...] = tuple(
+    (kind.name, chunks)
+    for _, kind in sorted((kind.rank, kind) for kind in KINDS.values() if kind.rank is not None)
+    for chunks in kind.chunks
 )
 
 

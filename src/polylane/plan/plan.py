@@ -18,7 +18,7 @@ from polylane.plan.spec import TURNS, Degrees, check_workers, format_degrees
 from polylane.plan.stage import MESH, Fingerprint, Stage, StageIndex, check_devices, index_stages
 from polylane.plan.straggler import Slowness, straggler_words
 from polylane.plan.sync import SUM, SyncOptions
-from polylane.schedule.schedules import ASYNCHRONOUS, FOUND, WITH_CHUNKS, splits_backward
+from polylane.schedule.schedules import ASYNCHRONOUS, FOUND, WITH_CHUNKS, ScheduleName, splits_backward
 from polylane.yaml_file import Count, StrictMapping
 
 _OPERATOR_AXES = ("sequence", "tensor")
@@ -50,9 +50,7 @@ class Plan(StrictMapping):
     polylane: Literal[1] = 1
     graph: Fingerprint | None = None
     stages: tuple[Stage, ...]
-    schedule: Literal[
-        "naive", "afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "pipedream", "pipedream-2bw", "auto"
-    ] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     vertical_sync: bool = False
     order: tuple[str, ...] = ()
     microbatches: Count = 1

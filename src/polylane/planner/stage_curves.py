@@ -31,7 +31,7 @@ from polylane.plan.recompute import NONE
 from polylane.plan.spec import Degrees
 from polylane.plan.sync import SUM, SyncOptions
 from polylane.planner.balance import Array, BalancedCuts
-from polylane.planner.schedule_options import StageSeconds
+from polylane.schedule.estimates import StageSeconds
 
 Places = NDArray[np.int64]
 # Collectives that overlap with the passes where parameters are sharded over replicas (ZeRO-3).

@@ -17,13 +17,13 @@ from polylane.plan.sync import SUM, SyncOptions
 from polylane.planner.balance import Array, BalancedCuts
 from polylane.planner.schedule_options import (
     PLAIN_SCHEDULE,
-    StageSeconds,
     live_microbatches,
     penalize,
     pipeline_seconds,
     usable_options,
 )
 from polylane.planner.stage_curves import CurveCache, StageCurves
+from polylane.schedule.estimates import StageSeconds
 
 
 @dataclass(frozen=True)

@@ -14,25 +14,17 @@ Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from graphlib import TopologicalSorter
 
 from polylane.schedule.action import Action
-from polylane.schedule.schedules import schedule_lanes
+from polylane.schedule.schedules import KINDS, schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes, warmed_up
 
-# Schedules whose stages may have different numbers of replicas in turn, with how many forwards a replica runs ahead of
-# its first backward, beside the one of that backward: (workers on the longest path from its stage to the end, replicas
-# of the stage, microbatches of the replica) -> forwards. 1F1B's is the number of microbatches that the path ahead can
-# hold, divided over the replicas (PipeDream's NOAM for the first stage): every stage has started at least one more than
-# any that it feeds, so that no two wait for each other.
-WARM_UPS: dict[str, Callable[[int, int, int], int]] = {
-    "naive": lambda ahead, replicas, microbatches: 0,
-    "afab": lambda ahead, replicas, microbatches: microbatches,
-    "1f1b": lambda ahead, replicas, microbatches: min(-(-ahead // replicas) - 1, microbatches),
-}
+# Schedules whose stages may have different numbers of replicas in turn, with what :class:`ScheduleKind` calls warm-up.
+WARM_UPS = {name: kind.warm_up for name, kind in KINDS.items() if kind.warm_up is not None}
 
 
 def replica_lanes(

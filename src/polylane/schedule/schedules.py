@@ -1,11 +1,18 @@
-"""Schedules by name: the lanes of each, and which stages its workers have."""
+"""Schedules by name: one row for each, with its lanes, the stages of its workers, and its estimates.
+
+A schedule is added by its row in :data:`KINDS`: the names that plans and the command line take, those that a search
+compares, and what is told of them are derived from it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
+from polylane.schedule import estimates
 from polylane.schedule.asynchronous import steps_in_flight
+from polylane.schedule.estimates import StageSeconds
 from polylane.schedule.interleaved import interleaved
 from polylane.schedule.live import peak_live
 from polylane.schedule.stage_graph import StageGraph
@@ -18,68 +25,158 @@ from polylane.schedule.synchronous import (
 )
 from polylane.schedule.zero_bubble import v_stages, zero_bubble_h1, zero_bubble_h2, zero_bubble_v
 
-# Schedules in which every worker has one stage, and a backward pass is one action.
-SCHEDULES: dict[str, Callable[[int | StageGraph, int], Lanes]] = {
-    "naive": naive,
-    "afab": all_forward_all_backward,
-    "1f1b": one_forward_one_backward,
-}
-
-# Schedules in which every worker has one stage, and a backward pass is in two halves.
-_SPLIT: dict[str, Callable[[int | StageGraph, int], Lanes]] = {"zb-h1": zero_bubble_h1, "zb-h2": zero_bubble_h2}
+Build = Callable[[StageGraph, int, int, int], Lanes]
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunked:
-    """A schedule in which a worker has several stages, its chunks.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleKind:
+    """One schedule: the order of every worker's passes, and what is known of it.
 
     Attributes:
-        build: (workers, chunks, microbatches) -> lanes of a chain of ``workers * chunks`` stages.
+        name: as in ``schedule=NAME``.
+        build: (graph of the stages, workers, chunks, microbatches) -> lanes of the workers.
+        step_seconds: estimates the seconds of a step, see :mod:`.estimates`.
+        live: estimates how many microbatches every worker holds, see :mod:`.estimates`.
+        rank: place among those that a search compares unasked, the plainest first; None: it is not compared.
+        is_lean: whether it holds no more microbatches than 1F1B's first worker.
+        chunks: numbers of stages of a worker that a search tries, the usual one first; (1,): it has one stage.
+        has_any_chunks: whether a worker may have other numbers of them.
         assign: (workers, chunks) -> the worker of each stage.
-        default: chunks of a worker, if none are asked for.
-        fixed: whether a worker has exactly that many.
-        split: whether a backward pass is in two halves.
+        splits_backward: whether a backward pass is in two halves: input gradients, then weight gradients.
+        is_asynchronous: whether there is no flush between steps: a batch is under way in several of them.
+        warm_up: where stages may have different numbers of replicas in turn: (workers on the longest path from a stage
+            to the end, replicas of the stage, microbatches of a replica) -> forwards that a replica runs ahead of its
+            first backward, beside the one of that backward; None: all stages have as many replicas.
+        min_microbatches: (stages) -> fewest microbatches of a replica in turn; 0: no bound of its own.
     """
 
-    build: Callable[[int, int, int], Lanes]
-    assign: Callable[[int, int], tuple[int, ...]]
-    default: int
-    fixed: bool
-    split: bool
+    name: str
+    build: Build
+    step_seconds: Callable[[StageSeconds, int, int], float]
+    live: Callable[..., Any] = estimates.live_ahead
+    rank: int | None = None
+    is_lean: bool = False
+    chunks: tuple[int, ...] = (1,)
+    has_any_chunks: bool = False
+    assign: Callable[[int, int], tuple[int, ...]] = lambda workers, chunks: tuple(range(workers))
+    splits_backward: bool = False
+    is_asynchronous: bool = False
+    warm_up: Callable[[int, int, int], int] | None = None
+    min_microbatches: Callable[[int], int] = lambda stages: 0
 
 
-_CHUNKED = {
-    "interleaved": _Chunked(
-        build=interleaved,
-        assign=lambda workers, chunks: tuple(stage % workers for stage in range(workers * chunks)),
-        default=2,
-        fixed=False,
-        split=False,
-    ),
-    "zb-v": _Chunked(
-        build=lambda workers, chunks, microbatches: zero_bubble_v(workers, microbatches),
-        assign=lambda workers, chunks: v_stages(workers),
-        default=2,
-        fixed=True,
-        split=True,
-    ),
+def _deal_stages(workers: int, chunks: int) -> tuple[int, ...]:
+    return tuple(stage % workers for stage in range(workers * chunks))
+
+
+def _build_in_flight(graph: StageGraph, workers: int, chunks: int, microbatches: int) -> Lanes:
+    """Return the lanes of as many batches as are under way at once: passes never pause between batches."""
+    return one_forward_one_backward(graph, microbatches * (1 + steps_in_flight(graph, microbatches)))
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        ScheduleKind(
+            name="naive",
+            build=lambda graph, workers, chunks, microbatches: naive(graph, microbatches),
+            step_seconds=estimates.naive_seconds,
+            live=estimates.live_one,
+            warm_up=lambda ahead, replicas, microbatches: 0,
+        ),
+        ScheduleKind(
+            name="afab",
+            build=lambda graph, workers, chunks, microbatches: all_forward_all_backward(graph, microbatches),
+            step_seconds=estimates.all_forward_seconds,
+            live=estimates.live_all,
+            rank=3,
+            warm_up=lambda ahead, replicas, microbatches: microbatches,
+        ),
+        ScheduleKind(
+            name="1f1b",
+            build=lambda graph, workers, chunks, microbatches: one_forward_one_backward(graph, microbatches),
+            step_seconds=estimates.one_f_one_b_seconds,
+            rank=0,
+            # The number of microbatches that the path ahead can hold, divided over the replicas (PipeDream's NOAM for
+            # the first stage): every stage has started at least one more than any that it feeds, so that no two wait
+            # for each other.
+            warm_up=lambda ahead, replicas, microbatches: min(-(-ahead // replicas) - 1, microbatches),
+        ),
+        ScheduleKind(
+            name="interleaved",
+            build=lambda graph, workers, chunks, microbatches: interleaved(workers, chunks, microbatches),
+            step_seconds=estimates.interleaved_seconds,
+            live=estimates.live_interleaved,
+            rank=5,
+            chunks=(2, 4),
+            has_any_chunks=True,
+            assign=_deal_stages,
+        ),
+        ScheduleKind(
+            name="zb-h1",
+            build=lambda graph, workers, chunks, microbatches: zero_bubble_h1(graph, microbatches),
+            step_seconds=estimates.zero_bubble_h1_seconds,
+            live=estimates.live_workers,
+            rank=1,
+            is_lean=True,
+            splits_backward=True,
+        ),
+        ScheduleKind(
+            name="zb-h2",
+            build=lambda graph, workers, chunks, microbatches: zero_bubble_h2(graph, microbatches),
+            step_seconds=estimates.zero_bubble_h2_seconds,
+            live=estimates.live_twice,
+            rank=2,
+            splits_backward=True,
+        ),
+        ScheduleKind(
+            name="zb-v",
+            build=lambda graph, workers, chunks, microbatches: zero_bubble_v(workers, microbatches),
+            step_seconds=estimates.zero_bubble_v_seconds,
+            live=estimates.live_workers,
+            rank=4,
+            is_lean=True,
+            chunks=(2,),
+            assign=lambda workers, chunks: v_stages(workers),
+            splits_backward=True,
+        ),
+        ScheduleKind(
+            name="pipedream",
+            build=_build_in_flight,
+            step_seconds=estimates.asynchronous_seconds,
+            is_asynchronous=True,
+        ),
+        ScheduleKind(
+            name="pipedream-2bw",
+            build=_build_in_flight,
+            step_seconds=estimates.asynchronous_seconds,
+            is_asynchronous=True,
+            min_microbatches=lambda stages: stages - 1,
+        ),
+    )
 }
-
-# Schedules in which a worker may have several stages, its chunks, with the chunks of a worker if none are asked for.
-DEFAULT_CHUNKS = {name: schedule.default for name, schedule in _CHUNKED.items()}
-
-# All names, in the order in which they are shown.
-NAMES = (*SCHEDULES, "interleaved", *_SPLIT, "zb-v")
-
-# Schedules without a flush between steps, of `polylane.schedule.asynchronous`: a batch is under way in several steps.
-ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
 
 # The schedule that is found for a plan's times, see `polylane.schedule.search`: its order is in the plan.
 FOUND = "auto"
 
-# All names that a plan may have, and those under which workers may have several stages.
-RUNNABLE = (*NAMES, *ASYNCHRONOUS, FOUND)
+# Names in the order in which they are shown: those with a flush between steps; those without, of
+# `polylane.schedule.asynchronous`; all that a plan may have.
+NAMES = tuple(name for name, kind in KINDS.items() if not kind.is_asynchronous)
+ASYNCHRONOUS = tuple(name for name, kind in KINDS.items() if kind.is_asynchronous)
+RUNNABLE = (*KINDS, FOUND)
+
+# One of these names, as a type: for a checker any text, for pydantic and the command line these values.
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[RUNNABLE]
+
+# Schedules in which a worker may have several stages, its chunks, with the chunks of a worker if none are asked for.
+DEFAULT_CHUNKS = {name: kind.chunks[0] for name, kind in KINDS.items() if kind.chunks != (1,)}
 WITH_CHUNKS = (*DEFAULT_CHUNKS, FOUND)
+
+# Schedules in which every worker has one stage, and a backward pass is one action.
+SCHEDULES = tuple(name for name in NAMES if name not in DEFAULT_CHUNKS and not KINDS[name].splits_backward)
 
 
 def splits_backward(schedule: str) -> bool:
@@ -89,7 +186,7 @@ def splits_backward(schedule: str) -> bool:
         ValueError: no schedule has that name.
     """
     _check_name(schedule)
-    return schedule in _SPLIT or (schedule in _CHUNKED and _CHUNKED[schedule].split)
+    return schedule in KINDS and KINDS[schedule].splits_backward
 
 
 def assign_stages(schedule: str, workers: int, chunks: int) -> tuple[int, ...]:
@@ -106,19 +203,16 @@ def assign_stages(schedule: str, workers: int, chunks: int) -> tuple[int, ...]:
         ValueError: an unknown name, or chunks that the schedule does not have.
     """
     _check_name(schedule)
-    if schedule == FOUND:
-        schedule = "interleaved"  # stages dealt round-robin
-    if schedule not in _CHUNKED:
+    kind = None if schedule == FOUND else KINDS[schedule]
+    if kind is not None and kind.chunks == (1,):
         if chunks != 1:
             several = ", ".join(DEFAULT_CHUNKS)
             raise ValueError(f"the schedule {schedule} has one stage on a worker, not {chunks} chunks: try {several}")
-        return tuple(range(workers))
-    chunking = _CHUNKED[schedule]
-    if chunking.fixed and chunks != chunking.default:
-        raise ValueError(f"the schedule {schedule} has exactly {chunking.default} chunks on a worker, not {chunks}")
-    if chunks < 1:
+    elif kind is not None and not kind.has_any_chunks and chunks != kind.chunks[0]:
+        raise ValueError(f"the schedule {schedule} has exactly {kind.chunks[0]} chunks on a worker, not {chunks}")
+    elif chunks < 1:
         raise ValueError(f"the schedule {schedule} has at least 1 chunk on a worker, not {chunks}")
-    return chunking.assign(workers, chunks)
+    return _deal_stages(workers, chunks) if kind is None else kind.assign(workers, chunks)
 
 
 def schedule_lanes(
@@ -146,14 +240,12 @@ def schedule_lanes(
     chunks, remainder = divmod(graph.stages, count)
     if remainder or workers != assign_stages(schedule, count, chunks):
         raise ValueError(f"the schedule {schedule} needs other stages on its workers than {workers}")
-    if schedule in ASYNCHRONOUS:
-        return one_forward_one_backward(graph, microbatches * (1 + steps_in_flight(graph, microbatches)))
-    if schedule not in _CHUNKED:
-        return (SCHEDULES | _SPLIT)[schedule](graph, microbatches)
-    # What a chain's order waits for is all that any graph with ascending edges can wait for.
-    if any(producer >= stage for stage, producers in enumerate(graph.predecessors) for producer in producers):
+    kind = KINDS[schedule]
+    # Of chunks the order is a chain's: what that waits for is all that any graph with ascending edges can wait for.
+    ascends = all(producer < stage for stage, producers in enumerate(graph.predecessors) for producer in producers)
+    if kind.chunks != (1,) and not ascends:
         raise ValueError(f"the schedule {schedule} needs stages numbered so that each reads only earlier ones")
-    return _CHUNKED[schedule].build(count, chunks, microbatches)
+    return kind.build(graph, count, chunks, microbatches)
 
 
 def live_bound(
