@@ -73,8 +73,8 @@ class StageSeconds:
 
     def without_slowest(self) -> tuple[Array, Array, Array]:
         """Return seconds of forward, input and weight halves of all workers but the one that takes longest."""
-        rest = [worker for worker in range(len(self.forward)) if worker != int(self.passes.argmax())]
-        return self.forward[rest], (self.backward - self.weight)[rest], self.weight[rest]
+        faster = [worker for worker in range(len(self.forward)) if worker != int(self.passes.argmax())]
+        return self.forward[faster], (self.backward - self.weight)[faster], self.weight[faster]
 
     def shortest(self, m: int, chunks: int) -> float:
         """Return the seconds in which the last microbatch goes there and back behind all others."""
@@ -107,8 +107,8 @@ def interleaved_seconds(times: StageSeconds, chunks: int, m: int) -> float:
     busy = times.slowest + 2 * (chunks - 1) * times.overhead
     round_trip = times.total + chunks * times.hops * k / max(1, k - 1)
     period = max(busy, round_trip / (k + (k - 1) / chunks))
-    rest = times.total - times.slowest
-    fill = rest / chunks if m >= k else rest + (m - 1) * times.slowest * (1 / chunks - 1)
+    hidden = times.total - times.slowest
+    fill = hidden / chunks if m >= k else hidden + (m - 1) * times.slowest * (1 / chunks - 1)
     return max(round_trip, m * period + fill + times.hops)
 
 

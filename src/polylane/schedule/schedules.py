@@ -33,7 +33,7 @@ class ScheduleKind:
     """One schedule: the order of every worker's passes, and what is known of it.
 
     Attributes:
-        name: as in ``schedule=NAME``.
+        name: how plans call it, as in ``schedule=NAME``.
         build: (graph of the stages, workers, chunks, microbatches) -> lanes of the workers.
         step_seconds: estimates the seconds of a step, see :mod:`.estimates`.
         live: estimates how many microbatches every worker holds, see :mod:`.estimates`.

@@ -96,10 +96,10 @@ def spawn_workers(
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     meeting_place = MeetingPlace.in_folder()
-    reports: _ReportServer[T] = _ReportServer(meeting_place, on_message)
+    server: _ReportServer[T] = _ReportServer(meeting_place, on_message)
     stop = stop or StopRequest()
     stop.move_to_file(meeting_place.folder / STOP_FILE)
-    arguments = (worker, reports.address, meeting_place, os.getpid(), threads_per_worker(workers), stop.waits_for_save)
+    arguments = (worker, server.address, meeting_place, os.getpid(), threads_per_worker(workers), stop.waits_for_save)
     try:
         watch()
         with _restoring_handlers():
@@ -107,13 +107,13 @@ def spawn_workers(
     except ChildFailedError as error:
         watch()
         deaths = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        raise reports.find_cause(deaths).to_exception() from None
+        raise server.find_cause(deaths).to_exception() from None
     finally:
         try:
-            reports.close()
+            server.close()
         finally:
             meeting_place.remove_files()
-    return [reports.lines[rank].result[0] for rank in range(workers)]
+    return [server.lines[rank].result[0] for rank in range(workers)]
 
 
 class _SingleAgentRendezvous(RendezvousHandler):
@@ -263,9 +263,9 @@ def _run_process(
     torch.set_num_threads(threads)
     rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     hide_ranks()
-    reports = socket.socket(socket.AF_UNIX)
-    reports.connect(address)
-    reports = connection.Connection(reports.detach())
+    report_server = socket.socket(socket.AF_UNIX)
+    report_server.connect(address)
+    reports = connection.Connection(report_server.detach())
     reports.send_bytes(meeting_place.secret)
     reports.send_bytes(str(rank).encode())
     failure = run_worker(worker, rank, workers, meeting_place, reports, stop)
