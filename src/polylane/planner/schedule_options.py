@@ -79,8 +79,8 @@ def pipeline_seconds(option: ScheduleOption, times: StageSeconds, microbatches: 
 def live_microbatches(option: ScheduleOption, stages: int, microbatches: int) -> Array:
     """Return the microbatches that every group of workers holds at once, in whole ones of all its stages."""
     name, chunks = option
-    held: Array = np.ones(stages) * KINDS[name].live(np.arange(float(stages)), stages, chunks)
-    return np.minimum(float(microbatches), held)
+    max_live: Array = np.ones(stages) * KINDS[name].live(np.arange(float(stages)), stages, chunks)
+    return np.minimum(float(microbatches), max_live)
 
 
 def penalize(seconds: float, option: ScheduleOption) -> float:
