@@ -208,7 +208,7 @@ def passes_of(prepared: CompiledTraining, batch: Any, steps: int) -> WorkerPasse
         for _ in range(steps):
             _ = job.step(batch).loss
         assert isinstance(job._role, TrainingRole)
-        pipeline = job._role._binding.pipeline
+        pipeline = job._role._binder.pipeline
         return WorkerPasses(tuple(meter.passes), 1 if pipeline is None else pipeline.versions.most)
 
 

@@ -25,7 +25,7 @@ def step_all(job: Job) -> dict[str, Any]:
     state = job.state_dict()
     begins = [(span.rank, span.start) for span in job.timeline(steps=4).spans]
     assert len(set(begins)) == len(begins), "what a worker does is measured once"
-    pipeline = job._role._binding.pipeline
+    pipeline = job._role._binder.pipeline
     stages = {name: stages[0] for name, stages in job._role._local_model.owning_stages.items()}
     return {
         "losses": [result.loss for result in results],
