@@ -110,12 +110,18 @@ class RemoteChannel:
         # The transport keeps sent tensors alive until they are waited for: at most one message's rows are.
         for pending in self._pending_sends:
             pending.wait()
+        self._pending_sends = self._send([head.to_tensor(self._flags), *rows])
+
+    def put_last(self, head: MessageHead) -> None:
+        """Send a message behind which there is none, without a wait for those before it.
+
+        Their receiver may be waiting for somebody who learns by this very message that nothing will come.
+        """
+        self._pending_sends += self._send([head.to_tensor(self._flags)])
+
+    def _send(self, tensors: Sequence[Tensor]) -> list[PendingTransfer]:
         with self._lock:
-            self._pending_sends = [
-                self._transport.send(tensor, self._peer)
-                for tensor in (head.to_tensor(self._flags), *rows)
-                if tensor.numel()
-            ]
+            return [self._transport.send(tensor, self._peer) for tensor in tensors if tensor.numel()]
 
     def get(self, sizes: Callable[[MessageHead], Sizes]) -> Message:
         """Wait for the next message.
@@ -154,6 +160,8 @@ class LocalChannel:
 
     def put(self, head: MessageHead, rows: Sequence[Tensor] = ()) -> None:
         self._outbox.put((head, list(rows)))
+
+    put_last = put  # nothing waits here
 
     def get(self, sizes: Callable[[MessageHead], Sizes]) -> Message:
         head, rows = self._inbox.get()

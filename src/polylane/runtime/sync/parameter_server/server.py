@@ -389,7 +389,7 @@ class ParameterServer:
             self._weights_ready.set()
         for line in (*self._other_servers, *(client.channel for client in self._clients.values())):
             with suppress(Exception):  # this may be the lost peer
-                line.put(MessageHead(MessageKind.FAILED))
+                line.put_last(MessageHead(MessageKind.FAILED))
 
 
 def _take_parts(tensors: Mapping[str, Tensor], packing: FlatPacking, server_shard: ServerShard) -> dict[str, Tensor]:
