@@ -103,6 +103,28 @@ def test_what_optimizers_keep_in_python_on_trial_is_put_back(plan: str, is_objec
     assert (before, []) == (BUILT, STEPPED)
 
 
+class Bare(torch.optim.SGD):
+    """An optimizer that has forgotten torch's tables of hooks, as one has that does not call ``super().__init__``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        del self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad, alpha=group["lr"])
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch puts no wrapper around it that looks for hooks
+
+
+def test_lists_of_optimizers_and_bare_ones_are_taken_as_they_are() -> None:
+    model = mlp(6, 8, 4)
+    first, *others = model.parameters()
+    for given in ([torch.optim.SGD([first], 0.1), torch.optim.SGD(others, 0.1)], Bare(model.parameters(), 0.1)):
+        compile_training(model, build_objectives(classify, given, None), EXAMPLE, "data=2")
+
+
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     other = torch.optim.SGD(nn.Linear(5, 5).parameters(), lr=0.1)
     with pytest.raises(PolylaneError, match=r"a SGD, has a parameter of shape \(5, 5\) that is not the model's"):

@@ -203,6 +203,36 @@ def test_parameters_of_a_loss_are_guarded_as_those_of_the_model(plan: str) -> No
         assert after in (value if "servers" in plan else 2 * value, 0.0)
 
 
+class TiedLoss(nn.Module):
+    """A loss with a weight that has two names, and state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4, dtype=torch.float64)
+        self.second.weight = self.first.weight
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        return classify(model, batch) + self.second(self.first(model(batch[0]))).square().mean()
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_a_loss_with_a_weight_of_two_names_is_loaded_again() -> None:
+    def work(job: Job) -> bool:
+        job.step(BATCH)
+        job.load_state_dict(job.state_dict())
+        with job.whole_model():
+            pass
+        job.load_state_dict(job.state_dict(losses=True))
+        return "loss.second.weight" in job.state_dict(losses=True)
+
+    assert workers(work, model(), "data=2", loss=TiedLoss()) == [True, True]
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import mmap
+import multiprocessing
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -78,6 +80,79 @@ CHANGES: dict[str, tuple[Callable[[Held], Any], Callable[[Held], Any]]] = {
     "weights of a teacher": (lambda h: h.teacher.weight.data.mul_(2), lambda h: h.teacher.weight.tolist()),
     "object": (lambda h: exchange(h.inner, "value", 2), lambda h: h.inner.value),
 }
+
+
+MORE: dict[str, tuple[Callable[[Held], Any], Callable[[Held], Any]]] = {
+    "numpy's number": (lambda h: exchange(h, "number", np.float64(0.5)), lambda h: h.number),
+    "another array": (lambda h: exchange(h, "array", np.array([0.2, 0.3])), lambda h: h.array.tolist()),
+    "another array of the old form": (lambda h: exchange(h, "array", np.zeros(3)), lambda h: h.array.tolist()),
+    "another deque": (lambda h: exchange(h, "none", deque([1], 2)), lambda h: (h.none and list(h.none), h.none)),
+    "tensor of a tuple": (lambda h: h.tuple[0].mul_(2), lambda h: h.tuple[0].tolist()),
+    "integer key": (lambda h: h.numbers.update({0: 2.0}), lambda h: h.numbers),
+    "new integer key": (lambda h: h.numbers.update({1: 2.0}), lambda h: h.numbers),
+    "bytes": (lambda h: h.bytes.extend(b"2"), lambda h: bytes(h.bytes)),
+    "order of keys": (lambda h: exchange(h, "table", {"b": 1, "a": 1}), lambda h: list(h.table)),
+    "object in a list": (lambda h: h.objects.append(h.objects[0]), lambda h: len(h.objects)),
+    "one of two of a name": (lambda h: exchange(h.objects[1], "value", 5), lambda h: [o.value for o in h.objects[:2]]),
+    "undefined": (lambda h: exchange(h, "number", float("nan")), lambda h: str(h.number)),
+    "beside what cannot be told": (lambda h: h.items.append(3), lambda h: h.items),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_change_of_another_kind_is_told(name: str) -> None:
+    held = [hold(), hold()]
+    for each in held:
+        each.tuple, each.numbers, each.bytes = (torch.ones(2),), {0: 1.0}, bytearray(b"1")
+        each.objects, each.complex, each.text_array = [Held(value=1), Held(value=1)], 1j, np.array(["a"])
+        each.swapped, each.cyclic = np.ones(2, ">f4"), []
+        each.cyclic.append({"again": each.cyclic})
+    here, there = held
+    training, auditor = watch(here), watch(there)
+    change, read = MORE[name]
+    before = copy.deepcopy(read(there))
+    change(here)
+    values = decode(encode(training.read_values()))
+    assert training.find_unreadable_change(values) is None
+    auditor.write_values(values)
+    assert read(there) == read(here) != before
+
+
+def test_an_object_that_took_anothers_place_leaves_the_other_alone() -> None:
+    here, there = hold(), hold()
+    for each in (here, there):
+        each.inner.mask = each.mask = torch.ones(3)
+    training, auditor = watch(here), watch(there)
+    here.mask = torch.zeros(3)
+    auditor.write_values(decode(encode(training.read_values())))
+    assert there.mask.tolist() == [0, 0, 0]
+    assert there.inner.mask.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("value", [torch.ones(3).share_memory_(), multiprocessing.Value("d", 1.0), mmap.mmap(-1, 4)])
+def test_memory_that_processes_share_is_not_written_and_ends_audits(value: Any) -> None:
+    """The auditor has the same memory: it would write into the training."""
+    held = hold()
+    held.shared = value
+    training = watch(held)
+    assert training.find_unreadable_change(training.read_values()) is None
+    if isinstance(value, Tensor):
+        value.add_(1)
+    elif isinstance(value, mmap.mmap):
+        value[0] = 5
+    else:
+        value.value = 2.0
+    values = training.read_values()
+    assert not any("shared" in label for label in values)
+    assert "shared" in (training.find_unreadable_change(values) or "")
+
+
+def test_a_number_that_becomes_something_else_ends_audits() -> None:
+    held = hold()
+    training = watch(held)
+    training._constants = {*training._places}  # as if a step read them all
+    held.number = Slots()
+    assert "number" in (training.find_unreadable_change(training.read_values()) or "")
 
 
 @pytest.mark.parametrize("name", CHANGES)

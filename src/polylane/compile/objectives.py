@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from polylane.compile.optimizer_sequence import (
     JoinedFactory,
@@ -75,9 +76,12 @@ class Objective:
         """What builds optimizer and scheduler, and what an optimizer object calls: roots of the code that these run."""
         given_optimizer = self.given_optimizer
         roots, optimizer = [given_optimizer], getattr(given_optimizer, "optimizer", given_optimizer)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-            roots += [optimizer.step, *(hook for hook_group in hooks for hook in hook_group.values())]
+        tables: list[Any] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+        for single in optimizers_in(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else ():
+            roots.append(single.step)
+            # A class of the user's may not have them.
+            tables += [getattr(single, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
+        roots += [hook for table in tables for hook in table.values()]
         return [*roots, *([self.scheduler] if self.scheduler else [])]
 
 

@@ -224,7 +224,7 @@ class ProgramBinder:
         """Return a context manager that restores the state of the user's own Python after an evaluation."""
         if not collect_effects(partition.graph):
             return nullcontext()
-        return python_kept(self._prepared.model, *self._prepared.losses)
+        return python_kept(self._prepared.model, *self._prepared.losses, is_trial=False)
 
     def _refuse(self, partition: Partition, training: bool) -> None:
         # The plan was made for the first graph of the objective; another form or mode may need what it does not give.

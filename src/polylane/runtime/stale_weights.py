@@ -194,19 +194,22 @@ def track_stale_weights(local_model: LocalModel) -> StaleTensors:
     concerned = {*parts, *elsewhere}
     if reason or plan.sync.has_servers:
         concerned |= (trained | aliases) & named.keys()
-    guards = {name: _guard_for(local_model, name, graphs, name in parts) for name in concerned}
+    of_model = _named_tensors(prepared.model).keys()
+    labels = {name: f"model.{name}" if name in of_model else name for name in concerned}
+    guards = {n: _guard_for(local_model, n, labels[n], named[n], graphs, n in parts) for n in concerned}
     trained = (trained | aliases) & named.keys()
     return StaleTensors(prepared.model, elsewhere, parts, trained, reason, guards, prepared.losses)
 
 
-def _guard_for(local_model: LocalModel, name: str, graphs: Sequence[Graph], is_part: bool) -> Guard:
-    """Return the guard of a parameter or buffer, by any of its names."""
+def _guard_for(
+    local_model: LocalModel, name: str, label: str, tensor: Tensor, graphs: Sequence[Graph], is_part: bool
+) -> Guard:
+    """Return the guard of a parameter or buffer, by any of its names; ``label`` is what a script calls it."""
     first_name = next((graph.tied[name] for graph in graphs if name in graph.tied), name)
     spec, sync = local_model.shard_spec, local_model.prepared.plan.sync
-    tensor = _named_tensors(local_model.prepared.model, local_model.prepared.losses)[name]
     shape = torch.Size(spec.shapes.get(first_name, tensor.shape))
     why = f"under {','.join(sync.to_words())} a server has it" if sync.has_servers else ""
-    guard = Guard(_script_name(name, local_model.prepared), why, shape, is_served=sync.has_servers)
+    guard = Guard(label, why, shape, is_served=sync.has_servers)
     return replace(guard, **_part_of(local_model, guard.name, first_name, tensor)) if is_part else guard
 
 
@@ -236,13 +239,12 @@ def track_server_weights(prepared: CompiledTraining, rank: int) -> StaleTensors:
     named = {name: tensor for name, tensor in named.items() if isinstance(tensor, nn.Parameter)}
     # Of other words than the reason above, so that the values may be read only before they are old.
     served = f"under {','.join(prepared.plan.sync.to_words())} a server has it"
-    guards = {name: Guard(_script_name(name, prepared), served, p.shape, is_served=True) for name, p in named.items()}
+    of_model = _named_tensors(prepared.model).keys()
+    guards = {
+        name: Guard(f"model.{name}" if name in of_model else name, served, parameter.shape, is_served=True)
+        for name, parameter in named.items()
+    }
     return StaleTensors(prepared.model, dict.fromkeys(named, why), {}, guards=guards, losses=prepared.losses)
-
-
-def _script_name(name: str, prepared: CompiledTraining) -> str:
-    """Return what a script calls a parameter or buffer: those of a loss begin with "loss." already."""
-    return f"model.{name}" if name in _named_tensors(prepared.model) else name
 
 
 def _named_tensors(model: nn.Module, losses: Sequence[Any] = ()) -> dict[str, Tensor]:

@@ -347,16 +347,16 @@ def model_restored(model: nn.Module, *losses: Any) -> Iterator[Callable[[], None
 
 
 @contextmanager
-def python_kept(model: nn.Module, *losses: Any) -> Iterator[None]:
+def python_kept(model: nn.Module, *losses: Any, is_trial: bool = True) -> Iterator[None]:
     """Context manager: restore the user's Python state, what is frozen and all random states afterwards, but no values.
 
-    A forward may freeze parameters, and so may the step of an optimizer that is tried. What it prints is held back.
+    A forward may freeze parameters, and so may the step of an optimizer that is tried. Prints of trials are held back.
     """
     state, random = _snapshot_python(model, losses), generator_states()
     modules = [model, *(loss for loss in losses if isinstance(loss, nn.Module))]
     trained = [(parameter, parameter.requires_grad) for module in modules for parameter in module.parameters()]
     try:
-        with prints_muted():
+        with prints_muted() if is_trial else nullcontext():
             yield
     finally:
         for parameter, flag in trained:

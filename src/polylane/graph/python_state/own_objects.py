@@ -131,8 +131,8 @@ def read_memory(value: Any) -> bytes | None:
 
     Of an ``array.array``, of ctypes and ``multiprocessing.Value``, of an ``mmap``; numpy's arrays are no such.
     """
-    if isinstance(value, array.array):
-        return value.tobytes()
+    if isinstance(value, array.array | bytearray):
+        return bytes(memoryview(value).cast("B"))
     return None if (buffer := _buffer_of(value)) is None else bytes(buffer)
 
 
@@ -141,6 +141,8 @@ def write_memory(value: Any, content: bytes) -> None:
     if isinstance(value, array.array):  # which may have another length now
         del value[:]
         value.frombytes(content)
+    elif isinstance(value, bytearray):
+        value[:] = content
     elif (buffer := _buffer_of(value)) is not None:
         buffer[:] = content
 

@@ -126,7 +126,7 @@ class _Snapshot:
                 backup = value.copy()
                 self.contents.append(lambda: value.__setitem__(Ellipsis, backup))
         elif (memory := read_memory(value)) is not None:
-            self.contents.append(partial(write_memory, value, memory))
+            self.contents.append(partial(_put_memory_back, value, memory))
         elif isinstance(value, types.FunctionType):
             for cell in value.__closure__ or () if is_project_file(value.__code__.co_filename) else ():
                 if is_filled(cell):
@@ -151,7 +151,17 @@ class _Snapshot:
         def again(inner: Any) -> Any:
             return moving[id(inner)]() if id(inner) in moving else inner
 
+        def is_as_before() -> bool:
+            current: Any = dict(kind.items(value)) if isinstance(value, dict) else list(kind.__iter__(value))
+            pairs = [(current, backup)] if kind is not dict and kind is not OrderedDict else [
+                (list(current), list(backup)), (list(current.values()), list(backup.values())),
+            ]  # fmt: skip
+            return all(len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)) for a, b in pairs)
+
         def put_back() -> None:
+            # What was not changed is not touched: a thread of the user's may be at it.
+            if not moving and kind is not set and is_as_before():
+                return
             kind.clear(value)
             if issubclass(kind, dict):
                 for key, inner in backup.items():
@@ -182,6 +192,11 @@ class _Snapshot:
             self.contents.append(lambda: setattr(value.bit_generator, "state", state))
         else:
             self.contents.append(lambda: value.set_state(state))
+
+
+def _put_memory_back(value: Any, content: bytes) -> None:
+    if read_memory(value) != content:  # another process may have it, or a file
+        write_memory(value, content)
 
 
 # ---- digested ----

@@ -125,12 +125,14 @@ class WatchList:
         if id(own) in self._seen or len(self._seen) > _MANY:
             return
         self._seen.add(id(own))
-        names = [n for n in own if isinstance(n, str) and n not in without and self._counts(owner, n)]
+        is_short = len(own) <= _MANY  # a table of very many numbers is data, as a long list is
+        names = [n for n in own if (isinstance(n, str) or is_short) and n not in without and self._counts(owner, n)]
         self._names(own, names, label, depth)
         self.tables.append((own, len(own), label, owner, frozenset(own)))
 
-    def _counts(self, owner: Any, name: str) -> bool:
-        return (self._said is None or name in self._said) and (id(owner), name) not in self._touched
+    def _counts(self, owner: Any, name: Any) -> bool:
+        is_said = self._said is None or not isinstance(name, str) or name in self._said
+        return is_said and (id(owner), name) not in self._touched
 
     def _names(self, table: Any, names: Sequence[str], label: Callable[[str], str], depth: int) -> None:
         plain = tuple(name for name in names if _is_plain(table[name]))

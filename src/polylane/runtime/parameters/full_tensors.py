@@ -74,12 +74,14 @@ class FullTensors:
                 "others: load them into the model before it is prepared, or use load_checkpoint"
             )
         names = [tied.get(name, name) for name in self._tensors.list_state(False)]
-        optional = self._tensors.list_state(True).keys() - names
         tensors = {**self._tensors.parameters(), **self._tensors.buffers()}
+        of_losses = self._tensors.list_state(True).keys() - self._tensors.list_state(False).keys()
+        optional = of_losses & tensors.keys()
         shapes = {
             name: tuple(local_model.shard_spec.shapes.get(name, tensors[name].shape)) for name in (*names, *optional)
         }
-        values = {tied.get(name, name): value for name, value in state.items()}
+        # A further name of a loss's tensor says what its first name says.
+        values = {tied.get(name, name): v for name, v in state.items() if name not in of_losses - tensors.keys()}
         for name in dict.fromkeys((*values, *names)):
             if name not in values or name not in shapes:
                 lacks = "the model has no" if name not in shapes else "the state lacks"

@@ -43,7 +43,8 @@ class ModelTensors:
         state = dict(self.model.state_dict(keep_vars=True))
         for loss in self.losses if losses else ():
             if isinstance(loss, nn.Module):
-                state |= {f"loss.{name}": value for name, value in loss.state_dict(keep_vars=True).items()}
+                values = loss.state_dict(keep_vars=True).items()
+                state |= {f"loss.{name}": value for name, value in values if isinstance(value, Tensor)}
         return state
 
     def move_to_device(self, names: Collection[str]) -> None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextvars
 import hashlib
 import os
+import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +24,19 @@ from torch import Tensor, nn
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.errors import PolylaneError
 from polylane.graph.python_state.captured_settings import CapturedSettings
-from polylane.graph.python_state.own_objects import MISSING, PLAIN, is_array, read_memory, slots_of, write_memory
+from polylane.graph.python_state.own_objects import (
+    MISSING,
+    PLAIN,
+    children_of,
+    is_array,
+    is_shared_memory,
+    read_memory,
+    slots_of,
+    write_memory,
+)
 from polylane.graph.python_state.side_effects import SideEffects
-from polylane.graph.python_state.state import PythonName
 from polylane.graph.python_state.watched_values import WatchList
-from polylane.runtime.plain_data.serialization import encode
+from polylane.runtime.plain_data.serialization import encode, serializable
 
 # The environment by which a data set or a model may find out which worker it is in.
 RANK_VARIABLES = (
@@ -34,90 +44,154 @@ RANK_VARIABLES = (
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 _MODES, _ENVIRONMENT = "training modes", "the environment"  # places of a kind of their own
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_SEQUENCES = (list, tuple, deque, set, frozenset)
+
+
+@serializable
+@dataclass(frozen=True)
+class _Same:
+    """A value inside of a container that is the object which was there at the start: what is inside of it is a place of
+    its own.
+
+    Attributes:
+        index: among the values inside at the start, as :func:`children_of` has them.
+    """
+
+    index: int
+
+
+@serializable
+@dataclass(frozen=True)
+class _Made:
+    """A value that another process makes anew, because its kind cannot be sent as it is.
+
+    Attributes:
+        kind: "array", "deque" or "number", of numpy.
+        content: a tensor; elements and the longest length; a plain number.
+    """
+
+    kind: str
+    content: Any
+
+
+class _Untold(Exception):
+    """A value cannot be told to another process."""
 
 
 @dataclass(frozen=True)
 class _Name:
-    """A name in a dict; what is inside of the object that had it at the start is a place of its own."""
+    """A name: told where it has another object than at the start; what is inside of that one is a place of its own.
 
-    owner: Any
-    name: str
+    Attributes:
+        get: returns what it has now, or MISSING.
+        put: gives it another object; None where that cannot be done, as for a class's own names.
+        at_start: what it had at the start.
+    """
+
+    get: Callable[[], Any]
+    put: Callable[[Any], None] | None
     at_start: Any
 
     def read(self) -> Any:
-        return _copy_named(self.owner.get(self.name, MISSING), self.at_start)
+        value = self.get()
+        if value is MISSING or (value is self.at_start and type(value) not in PLAIN):
+            raise _Untold
+        return _copy(value, {})
 
     def write(self, content: Any) -> None:
-        value = self.owner.get(self.name, MISSING)
-        if isinstance(self.owner, dict):
-            self.owner[self.name] = _put_inside(value, content)
-        elif type(value) is not type(content) or value != content:
-            raise PolylaneError(f"{self.name} was changed, which belongs to a class")
+        if self.put is not None:
+            self.put(_make(content, ()))
+        elif repr(self.get()) != repr(content):
+            raise PolylaneError("an attribute of a class was changed, which an audit cannot set")
 
-
-@dataclass(frozen=True)
-class _Variable:
-    """A variable of a closure."""
-
-    place: PythonName
-    at_start: Any
-
-    def read(self) -> Any:
-        return _copy_named(self.place.get(), self.at_start)
-
-    def write(self, content: Any) -> None:
-        self.place.put(_put_inside(self.place.get(), content))
+    def has_changed(self) -> bool:
+        value = self.get()
+        return value is not self.at_start and not (type(value) in PLAIN and repr(value) == repr(self.at_start))
 
 
 @dataclass(frozen=True)
 class _Inside:
-    """What is inside of a container, an array, a context variable, or an object with slots."""
+    """What is inside of a tensor, an array, a container, a context variable, or an object with slots.
+
+    Attributes:
+        value: the object.
+        at_start: values inside at the start, as :func:`children_of` has them.
+    """
 
     value: Any
+    at_start: tuple[Any, ...]
 
     def read(self) -> Any:
+        if _is_shared(self.value):
+            raise _Untold
+        known = {id(value): index for index, value in enumerate(self.at_start)}
         if isinstance(self.value, contextvars.ContextVar):
-            return _copy_content(self.value.get(MISSING))
+            value = self.value.get(MISSING)
+            return _copy(value, known)
+        if isinstance(self.value, Tensor):
+            return _copy_tensor(self.value)
+        if is_array(self.value):
+            return _copy(self.value, {}).content
         if (memory := read_memory(self.value)) is not None:
             return memory
-        if isinstance(self.value, _CONTAINERS) or is_array(self.value):
-            return _copy_content(self.value)
-        return _copy_content(slots_of(self.value))
+        if isinstance(self.value, dict):
+            keys = [_copy(key, known) for key in dict.keys(self.value)]
+            return [keys, [_copy(value, known) for value in dict.values(self.value)]]
+        kind: Any = next((each for each in _SEQUENCES if isinstance(self.value, each)), None)
+        if kind is not None:
+            return [_copy(value, known) for value in kind.__iter__(self.value)]
+        return {name: _copy(value, known) for name, value in slots_of(self.value).items()}
 
     def write(self, content: Any) -> None:
-        if isinstance(self.value, contextvars.ContextVar):
-            self.value.set(content)
+        value: Any = self.value
+        if isinstance(value, contextvars.ContextVar):
+            value.set(_make(content, self.at_start))
+        elif isinstance(value, Tensor):
+            if value.shape == content.shape and value.dtype == content.dtype:
+                value.data.copy_(content)
+            else:
+                value.data = content
+        elif is_array(value):
+            value[...] = content.numpy()
         elif isinstance(content, bytes):
-            write_memory(self.value, content)
-        elif isinstance(self.value, _CONTAINERS) or is_array(self.value):
-            _put_inside(self.value, content)
-        else:
+            write_memory(value, content)
+        elif isinstance(value, dict):
+            keys, values = ([_make(item, self.at_start) for item in part] for part in content)
+            value.clear()
+            value.update(zip(keys, values, strict=True))
+        elif isinstance(value, list | deque | set):
+            items = [_make(item, self.at_start) for item in content]
+            value.clear()
+            (value.update if isinstance(value, set) else value.extend)(items)
+        elif isinstance(content, dict):
             for name, inner in content.items():
-                setattr(self.value, name, _put_inside(getattr(self.value, name, None), inner))
+                setattr(value, name, _make(inner, self.at_start))
 
 
 @dataclass(frozen=True)
 class _Table:
-    """Names that were added to a dict since the start, or taken away."""
+    """Names that were added to a dict since the start, or taken away.
+
+    Attributes:
+        owner: the dict, whose names are attributes, globals or keys.
+        names: its names at the start.
+    """
 
     owner: dict[Any, Any]
     names: frozenset[Any]
 
     def read(self) -> Any:
-        added = {name: _copy_content(self.owner[name]) for name in self.owner if name not in self.names}
-        if any(content is MISSING for content in added.values()):
-            return MISSING
+        added = {name: _copy(self.owner[name], {}) for name in self.owner if name not in self.names}
         return added, [name for name in self.names if name not in self.owner]
 
     def write(self, content: Any) -> None:
         added, removed = content
         for name in {*removed, *(self.owner.keys() - self.names - added.keys())}:
             self.owner.pop(name, None)
-        self.owner.update(added)
+        self.owner.update({name: _make(value, ()) for name, value in added.items()})
 
 
-_Place = _Name | _Variable | _Inside | _Table
+_Place = _Name | _Inside | _Table
 
 
 class AuditSettings:
@@ -139,9 +213,13 @@ class AuditSettings:
         # With its lines that only note something: a data set may read what they note.
         self._in_reach = CapturedSettings(model, [computed.given_loss], None, (), True)
         self._places = dict(_list_places(self._in_reach.watched))
-        self._start = {label: _mark(content) for label, content in self._read_places()}
-        # Of what a step reads by a plain name, also what was not changed.
-        self._told = {row.label(name) for row in self._read.watched.rows for name in row.names} & self._start.keys()
+        self._start = {label: mark for label, _, mark in self._read_places()}
+        # A plain value that the captured code takes for constant is told in any case.
+        self._constants = {row.label(name) for row in self._read.watched.rows for name in row.names}
+        self._constants |= {cell.label for cell, _ in self._read.watched.cells}
+        self._told = self._constants & self._start.keys()
+        shared = [(label, slot.value) for label, slot in self._places.items() if isinstance(slot, _Inside)]
+        self._shared = [(label, value, _mark_shared(value)) for label, value in shared if _is_shared(value)]
         self._environment = dict(os.environ)
 
     def find_unreadable_change(self, values: Mapping[str, Any]) -> str | None:
@@ -152,22 +230,27 @@ class AuditSettings:
         """
         if (module := self._read.find_replaced_module()) is not None:
             return module
-        changes = self._read.watched.list_other_changes()
-        unread = next((label for key, label in changes if key not in values), None)
-        return unread or next(self._list_exchanged_code(), None)
+        for key, label in self._read.watched.list_other_changes():
+            if key not in values and f"{key}[:]" not in values:
+                return label
+        return next(self._list_unread(values), None)
 
-    def _list_exchanged_code(self) -> Iterator[str]:
-        """Yield names of functions, classes and modules that others have now, whether a step is known to run them."""
-        for owner, name, value, label in self._in_reach.watched.objects:
-            if callable(value) and owner.get(name, MISSING) is not value:
+    def _list_unread(self, values: Mapping[str, Any]) -> Iterator[str]:
+        """Yield what was changed and not told, of all in reach as far as it is code, or memory that processes share."""
+        for label, value, mark in self._shared:
+            if _mark_shared(value) != mark:
+                yield label.removesuffix("[:]")
+        for label, slot in self._places.items():
+            counts = label in self._constants or (isinstance(slot, _Name) and callable(slot.at_start))
+            if counts and label not in values and isinstance(slot, _Name) and slot.has_changed():
                 yield label
 
     def read_values(self) -> dict[str, Any]:
         """Return what there is to be handed over, by place: values, the modes of modules, the environment."""
         values = dict[str, Any]()
-        for label, content in self._read_places():
+        for label, content, mark in self._read_places():
             # Told from then on, for it may become again what it was.
-            if label in self._told or _mark(content) != self._start.get(label):
+            if label in self._told or mark != self._start.get(label):
                 self._told.add(label)
                 values[label] = content
         current, initial = (
@@ -189,10 +272,14 @@ class AuditSettings:
             if label in values:
                 slot.write(values[label])
 
-    def _read_places(self) -> Iterator[tuple[str, Any]]:
+    def _read_places(self) -> Iterator[tuple[str, Any, bytes]]:
+        """Yield label, content and mark of what can be told; the rest is no other process's to know."""
         for label, slot in self._places.items():
-            if (content := slot.read()) is not MISSING:
-                yield label, content
+            try:
+                content = slot.read()
+                yield label, content, _mark(content)
+            except (_Untold, PolylaneError, TypeError, ValueError, RuntimeError):  # RecursionError is a RuntimeError
+                continue
 
 
 def watch_settings(prepared: CompiledTraining) -> dict[str, AuditSettings]:
@@ -203,91 +290,105 @@ def watch_settings(prepared: CompiledTraining) -> dict[str, AuditSettings]:
 def _list_places(watched: WatchList) -> Iterator[tuple[str, _Place]]:
     """Yield the places whose values count, by labels as :meth:`WatchList.list_other_changes` has them.
 
-    Two with one label are left out: another process could not tell which of them is meant.
+    Further ones with a label that was there before are numbered; both processes find them in one order.
     """
     places: list[tuple[str, _Place]] = []
     for row in watched.rows:
-        places += [(row.label(name), _Name(row.owner, name, row.owner[name])) for name in row.names]
-    places += [(label, _Name(owner, name, value)) for owner, name, value, label in watched.objects]
-    places += [
-        (entry.label, _Name(entry.owner, entry.name, entry.tensor))
-        for entry in watched.tensors
-        if id(entry.tensor) not in watched.inputs  # the weights come with every step
-    ]
-    places += [(cell.label, _Variable(cell, value)) for cell, value in watched.cells]
-    places += [(f"{label}[:]", _Inside(value)) for value, _, label in watched.contents]
+        places += [(row.label(name), _name_in(row.owner, name, row.owner[name])) for name in row.names]
+    places += [(label, _name_in(owner, name, value)) for owner, name, value, label in watched.objects]
+    places += [(cell.label, _Name(cell.get, cell.put, value)) for cell, value in watched.cells]
+    insides = [(label, value) for value, _, label in watched.contents]
+    insides += [(cell.label, value) for cell, value in watched.cells if isinstance(value, Tensor)]
+    for entry in watched.tensors:
+        if id(entry.tensor) not in watched.inputs:  # the weights come with every step
+            places.append((entry.label, _name_in(entry.owner, entry.name, entry.tensor)))
+            insides.append((entry.label, entry.tensor))
+    for label, value in insides:
+        inner = tuple(children_of(value))
+        places.append((f"{label}[:]", _Inside(value, inner)))
+        tensors = [item for item in inner if isinstance(item, Tensor) and id(item) not in watched.inputs]
+        places += [(f"{label}[{i}][:]", _Inside(item, ())) for i, item in enumerate(tensors) if not item.requires_grad]
     places += [(f"{label('')}[:]", _Table(owner, names)) for owner, _, label, _, names in watched.tables]
-    count = Counter(label for label, _ in places)
-    return (pair for pair in places if count[pair[0]] == 1)
+    count = Counter[str]()
+    for label, slot in places:
+        count[label] += 1
+        yield label if count[label] == 1 else f"{label}#{count[label]}", slot
 
 
-def _copy_named(value: Any, at_start: Any) -> Any:
-    """Return what a name has now; MISSING for the object from the start, whose inside is a place of its own."""
-    is_plain = isinstance(value, (Tensor, *PLAIN))
-    return MISSING if value is at_start and not is_plain else _copy_content(value)
+def _name_in(owner: Any, name: Any, value: Any) -> _Name:
+    """Return a name in a dict, or in the read-only names of a class."""
+    put = partial(owner.__setitem__, name) if isinstance(owner, dict) else None
+    return _Name(lambda: owner.get(name, MISSING), put, value)
 
 
-def _copy_content(value: Any, is_nested: bool = False) -> Any:
-    """Return what another process can be told of a value; MISSING for objects, weights, and what contains them.
+def _is_shared(value: Any) -> bool:
+    """Return whether the auditor, a fork, would write into the training's own memory."""
+    numpy = sys.modules.get("numpy")
+    is_map = numpy is not None and isinstance(value, numpy.memmap)
+    is_shared_tensor = isinstance(value, Tensor) and (value.device.type != "cpu" or value.is_shared())
+    return is_map or is_shared_tensor or is_shared_memory(value) or hasattr(value, "_wrapper")
+
+
+def _mark_shared(value: Any) -> bytes:
+    """Return what differs if memory that processes share is written."""
+    if isinstance(value, Tensor):
+        return str(value._version).encode() if value.device.type != "cpu" else _mark(value.detach())
+    return read_memory(value) or (_mark(torch.from_numpy(value.copy())) if is_array(value) else b"")
+
+
+def _copy(value: Any, known: Mapping[int, int]) -> Any:
+    """Return what another process can be told of a value.
 
     Args:
-        value: any value of the user's; what is inside of a deque is returned as a list, an array as a tensor.
-        is_nested: whether it is inside of a container, which has it by no name.
+        value: any value of the user's.
+        known: by identity, indices of objects that the other process has as well.
+
+    Raises:
+        _Untold: it is an object, a weight, or has one inside.
     """
-    if type(value) in PLAIN:
+    kind = type(value)
+    if kind in PLAIN:
         return value
+    if id(value) in known:
+        return _Same(known[id(value)])
     if isinstance(value, Tensor):
-        is_weight = isinstance(value, nn.Parameter) or value.requires_grad
-        is_readable = value.layout == torch.strided and not value.is_meta and (not is_weight or not is_nested)
-        return value.detach().to("cpu", copy=True) if is_readable else MISSING
+        if value.requires_grad:  # a weight is no constant
+            raise _Untold
+        return _copy_tensor(value)
     if is_array(value):
-        return MISSING if is_nested else _copy_array(value)
-    if not isinstance(value, _CONTAINERS) or (is_nested and type(value) not in _CONTAINERS[:-1]):
-        return MISSING
-    if isinstance(value, dict):
-        keys, inner = ([_copy_content(item, True) for item in part] for part in (dict.keys(value), dict.values(value)))
-        return MISSING if _lacks_any([*keys, *inner]) else dict(zip(keys, inner, strict=True))
-    kind: Any = next(container for container in _CONTAINERS if isinstance(value, container))
-    inner = [_copy_content(item, True) for item in kind.__iter__(value)]
-    is_set_of_tensors = kind in (set, frozenset) and any(isinstance(item, Tensor) for item in inner)
-    if is_set_of_tensors or _lacks_any(inner):
-        return MISSING
-    return inner if kind is deque else kind(inner)
+        return _Made("array", torch.from_numpy(value.copy()))
+    if (numpy := sys.modules.get("numpy")) is not None and isinstance(value, numpy.generic):
+        return _Made("number", value.item())
+    if kind is dict:
+        return {_copy(key, known): _copy(item, known) for key, item in value.items()}
+    if kind is deque:
+        return _Made("deque", [[_copy(item, known) for item in value], value.maxlen])
+    if kind in (list, tuple):
+        return kind(_copy(item, known) for item in value)
+    if kind in (set, frozenset) and all(type(item) in PLAIN for item in value):
+        return value.copy()
+    raise _Untold
 
 
-def _copy_array(value: Any) -> Any:
-    """Return a tensor with the numbers of an array; MISSING for arrays of anything else."""
-    try:
-        return torch.from_numpy(value.copy())
-    except TypeError:  # of texts, dates, objects, or numbers that torch does not have
-        return MISSING
+def _copy_tensor(value: Tensor) -> Tensor:
+    if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_meta or value.is_nested:
+        raise _Untold
+    return value.detach().to("cpu", copy=True)
 
 
-def _lacks_any(contents: Sequence[Any]) -> bool:
-    return any(item is MISSING for item in contents)
-
-
-def _put_inside(value: Any, content: Any) -> Any:
-    """Return what holds ``content`` instead of ``value``: the same object where it can be written into."""
-    if isinstance(value, Tensor) and isinstance(content, Tensor):
-        if value.shape == content.shape and value.dtype == content.dtype:
-            value.data.copy_(content)
-            return value
-    elif is_array(value) and isinstance(content, Tensor):
-        value[...] = content.numpy()
-        return value
-    elif isinstance(value, list) and isinstance(content, list):
-        # Tensors of a list may be had elsewhere too.
-        value[:] = [*map(_put_inside, value, content), *content[len(value) :]]
-        return value
-    elif isinstance(value, deque) and isinstance(content, list):
-        value.clear()
-        value.extend(content)
-        return value
-    elif isinstance(value, dict | set) and isinstance(content, dict | set):
-        value.clear()
-        value.update(content)
-        return value
+def _make(content: Any, known: Sequence[Any]) -> Any:
+    """Return the value of which :func:`_copy` has told, with the objects that are known."""
+    if isinstance(content, _Same):
+        return known[content.index]
+    if isinstance(content, _Made):
+        if content.kind == "deque":
+            items, longest = content.content
+            return deque((_make(item, known) for item in items), longest)
+        return content.content.numpy() if content.kind == "array" else content.content
+    if type(content) is dict:
+        return {_make(key, known): _make(item, known) for key, item in content.items()}
+    if type(content) in (list, tuple):
+        return type(content)(_make(item, known) for item in content)
     return content
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import code
+import pprint
+import sys
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.graph.capture.python.muted_prints import prints_muted
-from training import batch_of, mlp, plainly, sgd, trained
+from polylane.runtime.job import Job
+from training import batch_of, mlp, plainly, sgd, trained, workers
 
 
 class Talking(nn.Module):
@@ -60,3 +63,50 @@ def test_a_debugger_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
         print("held back")
         code.InteractiveConsole({}).push("print('of the prompt')")
     assert capsys.readouterr().out == "of the prompt\n"
+
+
+class Tee:
+    """What users put in the place of standard output: its write returns nothing."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        self.stream.write(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+def test_a_stream_of_the_users_own_is_written_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
+    sys.stdout, stream = Tee(sys.stdout), sys.stdout
+    try:
+        with prints_muted():
+            pprint.pprint("of a library")
+            kept = sys.stdout
+            print("held back")
+        print("afterwards", file=kept)
+    finally:
+        sys.stdout = stream
+    assert capsys.readouterr().out == "'of a library'\nafterwards\n"
+
+
+class Counting(Talking):
+    """A counter makes the model run as the user's own Python, whose state is put back after an evaluation."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+def test_an_evaluation_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    def evaluate(job: Job) -> None:
+        print("before")
+        job.evaluate(batch_of(8))
+        print("after", flush=True)
+
+    workers(evaluate, Counting(), "data=1", loss=talking_loss, evaluates=True)
+    out = capfd.readouterr().out
+    assert "forward of 8" in out[out.index("before") : out.index("after")]

@@ -25,13 +25,13 @@ class _HeldOutput:
     """
 
     def __init__(self, stream: Any) -> None:
-        self.stream, self.held = stream, deque[str](maxlen=_MOST)
+        self.stream, self.held, self.holds = stream, deque[str](maxlen=_MOST), True
         self._thread = threading.get_ident()
 
-    def write(self, text: str) -> int:
+    def write(self, text: str) -> Any:
         is_own = threading.get_ident() == self._thread and is_project_file(sys._getframe(1).f_code.co_filename)
-        if not is_own:
-            return int(self.stream.write(text))
+        if not is_own or not self.holds:  # somebody may keep it beyond the trial
+            return self.stream.write(text)
         self.held.append(text)
         return len(text)
 
@@ -53,5 +53,6 @@ def prints_muted() -> Iterator[None]:
         output.stream.write("".join(output.held))
         raise
     finally:
+        output.holds = False
         if sys.stdout is output:  # the user's code may have put another one there
             sys.stdout = output.stream
