@@ -237,7 +237,7 @@ def track_server_weights(prepared: CompiledTraining, rank: int) -> StaleTensors:
     why = f"this worker (rank {rank}) only serves parameters, and trains no model"
     named = _named_tensors(prepared.model, prepared.losses)
     named = {name: tensor for name, tensor in named.items() if isinstance(tensor, nn.Parameter)}
-    # Of other words than the reason above, so that the values may be read only before they are old.
+    # Served, and readable, only until the first step: from then on the reason above stands, which :meth:`guard` puts.
     served = f"under {','.join(prepared.plan.sync.to_words())} a server has it"
     of_model = _named_tensors(prepared.model).keys()
     guards = {
