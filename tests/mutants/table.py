@@ -19,24 +19,24 @@ PROGRAMS = [
         "gradient-not-sent-back", "a stage does not send the gradient of what it received, and nobody waits for it",
         "program.lower:add_messages",
         "if action.kind is ActionKind.FORWARD:\n"
-        "    before = [a for c in receives for a in travel(ActionKind.RECEIVE, c, [c.producer], False)]\n"
-        "    after = [a for c in sends for a in travel(ActionKind.SEND, c, c.consumers, False)]\n"
+        "    arrivals = [a for c in receives for a in travel(ActionKind.RECEIVE, c, [c.producer], False)]\n"
+        "    departures = [a for c in sends for a in travel(ActionKind.SEND, c, c.consumers, False)]\n"
         "else:\n"
-        "    before = [a for c in sends if c.requires_grad for a in travel(ActionKind.RECEIVE, c, c.consumers, True)]\n"
-        "    after = [a for c in receives if c.requires_grad for a in travel(ActionKind.SEND, c, [c.producer], True)]",
+        "    arrivals = [a for c in sends if c.requires_grad for a in travel(ActionKind.RECEIVE, c, c.consumers, True)]\n"
+        "    departures = [a for c in receives if c.requires_grad for a in travel(ActionKind.SEND, c, [c.producer], True)]",
         "if action.kind is ActionKind.FORWARD:\n"
-        "    before = [a for c in receives for a in travel(ActionKind.RECEIVE, c, [c.producer], False)]\n"
-        "    after = [a for c in sends for a in travel(ActionKind.SEND, c, c.consumers, False)]\n"
+        "    arrivals = [a for c in receives for a in travel(ActionKind.RECEIVE, c, [c.producer], False)]\n"
+        "    departures = [a for c in sends for a in travel(ActionKind.SEND, c, c.consumers, False)]\n"
         "else:\n"
-        "    before = []\n"
-        "    after = []",
+        "    arrivals = []\n"
+        "    departures = []",
         "tests/program/test_lower.py", gpt="pipeline=2,microbatches=2", network="pipeline=2,microbatches=2",
     ),
     Mutant(
         "tied-weight-of-one-stage", "gradients of a weight that two stages hold are not summed",
         "program.lower:_reduction_groups",
-        "found = [tuple(sorted(ranks)) for ranks in groups.values()]",
-        "found = [(rank,) for ranks in groups.values() for rank in ranks]",
+        "rank_groups = [tuple(sorted(ranks)) for ranks in groups.values()]",
+        "rank_groups = [(rank,) for ranks in groups.values() for rank in ranks]",
         "tests/program/test_lower.py", gpt="pipeline=2,microbatches=2",
     ),
     Mutant(
@@ -79,7 +79,7 @@ PASSES = [
     Mutant(
         "samples-counted-off-by-one", "the mean is over one sample less than there are",
         "runtime.pipeline.executor:Executor._begin",
-        "sum(share.samples for share in own.values()) if self.is_replica_local else batch.samples",
+        "sum(share.samples for share in shares.values()) if self.is_replica_local else batch.samples",
         "batch.samples - 1",
         COVERING, gpt="data=2", network="data=2",
     ),
@@ -117,7 +117,7 @@ PASSES = [
     ),
     Mutant(
         "gradients-of-the-last-step", "gradients are not forgotten after a step",
-        "runtime.parameters.update:ObjectiveUpdate.zero_grad",
+        "runtime.sync.objective_update:ObjectiveUpdate.zero_grad",
         "parameter.grad = None",
         "pass",
         COVERING, gpt="data=2", network="data=2",
@@ -141,9 +141,9 @@ REDUCTION = [
     ),
     Mutant(
         "clip-norm-misses-a-shard", "where replicas hold parts of gradients, the norm is that of one replica's parts",
-        "runtime.parameters.update:_make_replica_sum",
-        "range(plan.workers) if holding.shard_units.units else replica_ranks(plan, holding.world.rank)",
-        "replica_ranks(plan, holding.world.rank)",
+        "runtime.sync.objective_update:_make_replica_sum",
+        "range(plan.workers) if local_model.shard_units.units else replica_ranks(plan, local_model.world.rank)",
+        "replica_ranks(plan, local_model.world.rank)",
         "tests/equivalence/test_sharded.py", gpt="data=2,shard=parameters clip=0.1",
         network="data=2,shard=parameters clip=0.1 optimizer=adamw",
     ),
@@ -157,23 +157,23 @@ REDUCTION = [
     ),
     Mutant(
         "clip-norm-counts-tied-twice", "a weight that two stages hold counts twice in the norm",
-        "runtime.parameters.update:_counted_names",
-        "filter(holding.shard_spec.speaks_for, held)",
-        "filter(holding.shard_spec.is_counted, held)",
+        "runtime.sync.objective_update:_counted_names",
+        "filter(local_model.shard_spec.speaks_for, names)",
+        "filter(local_model.shard_spec.is_counted, names)",
         "tests/runtime/parameters/test_optimizer.py -k counts_once", gpt="pipeline=2,microbatches=2 clip=0.1",
     ),
     Mutant(
         "zero-wrong-offset", "the pieces of ZeRO lie one element too early in their vector",
-        "runtime.sync.zero.flat_shards:FlatBuffer.store_shard",
-        "begin + piece.begin - first",
-        "max(begin + piece.begin - first - 1, 0)",
+        "runtime.parameters.zero_shards:FlatBuffer.store_shard",
+        "begin + piece.begin - shard_begin",
+        "max(begin + piece.begin - shard_begin - 1, 0)",
         "tests/equivalence/test_sharded.py", gpt="data=2,shard=gradients",
         network="data=2,shard=gradients optimizer=adamw",
     ),
     Mutant(
         "zero-forgets-microbatches", "of several microbatches only the last one's gradients are kept",
         "runtime.sync.zero.reduce_scatter:ReduceScatterer._finish_reduce",
-        "part if each.shard_sum is None else each.shard_sum.add_(part)",
+        "part if bucket_shard.shard_sum is None else bucket_shard.shard_sum.add_(part)",
         "part",
         "tests/equivalence/test_sharded.py", gpt="data=2,microbatches=2,shard=gradients",
         network="data=2,microbatches=2,shard=gradients optimizer=adamw",
@@ -360,7 +360,7 @@ SPLITS = [
     Mutant(
         "lookup-without-mask", "a rank gives its first row for a word whose row another rank has",
         "placement.rules.vocabulary:lookup",
-        "rows.masked_fill_(~own.unsqueeze(-1), 0)",
+        "rows.masked_fill_(~mask.unsqueeze(-1), 0)",
         "rows",
         "tests/placement/rules/test_embedding_rules.py", gpt="tensor=2 pins=tokens.weight:tensor:shard(0)",
     ),
@@ -403,7 +403,7 @@ SPLITS = [
     Mutant(
         "mask-of-another-region", "a part of a random value draws the numbers of the batch's first samples",
         "graph.operators.counter_rng:_draw_region",
-        "_offsets(ranges[:inner], strides[:inner], out.device) + first",
+        "_offsets(ranges[:inner], strides[:inner], out.device) + offset",
         "_offsets(ranges[:inner], strides[:inner], out.device)",
         "tests/graph/operators/test_counter_rng.py tests/placement/rules/test_random_rules.py", gpt="data=2,sequence=2",
     ),
@@ -412,7 +412,7 @@ SPLITS = [
 SHARDS = [
     Mutant(
         "stale-weights", "after a step replicas keep the old weights of the parts that others have updated",
-        "runtime.parameters.update:ObjectiveUpdate.update_weights",
+        "runtime.sync.objective_update:ObjectiveUpdate.update_weights",
         "self.shards.gather_updated(self.full_parameters.keys())",
         "None",
         "tests/equivalence/test_sharded.py", gpt="data=2,shard=optimizer",
@@ -437,7 +437,7 @@ SHARDS = [
     Mutant(
         "saved-at-the-wrong-place", "what autograd keeps of gathered weights is looked up at the unit's beginning",
         "runtime.sync.zero.all_gather_passes:GatheredPasses.pack_saved",
-        "(address - whole.data_ptr()) // whole.element_size()",
+        "(address - full_buffer.data_ptr()) // full_buffer.element_size()",
         "0",
         "tests/equivalence/test_sharded.py", gpt="data=2,shard=parameters",
         network="data=2,shard=parameters optimizer=adamw",
@@ -445,18 +445,18 @@ SHARDS = [
     Mutant(
         "gathered-at-the-beginning", "of gathered weights every rank has its own part at the beginning",
         "runtime.transport.shared_memory.transport:SharedMemoryTransport.all_gather",
-        "whole[places[self.rank]]",
-        "whole[: own.numel()]",
+        "result[places[self.rank]]",
+        "result[: wire.numel()]",
         "tests/distributed/test_shared_memory.py tests/runtime/transport/shared_memory/test_shared_transport.py",
         gpt="data=2,shard=parameters", network="data=2,shard=parameters optimizer=adamw",
     ),
     Mutant(
         "last-summand-left-out", "a sum over more than two workers leaves out the last",
         "runtime.transport.shared_memory.reduce:sum_parts_in_place",
-        "for part in after:\n"
-        "    own += part",
-        "for part in after[:1]:\n"
-        "    own += part",
+        "for part in later_parts:\n"
+        "    own_part += part",
+        "for part in later_parts[:1]:\n"
+        "    own_part += part",
         "tests/runtime/transport/shared_memory/test_shared_transport.py tests/distributed/test_shared_memory.py",
         gpt="data=3", network="data=3 optimizer=adamw",
     ),
@@ -491,8 +491,8 @@ SERVERS = [
     Mutant(
         "server-keeps-one-gradient", "of the gradients of several workers a server keeps the last",
         "runtime.sync.parameter_server.server:GradientSum._add_to_sum",
-        "self.gradients[name].add_(whole) if name in self.gradients else whole",
-        "whole",
+        "self.gradients[name].add_(gradient) if name in self.gradients else gradient",
+        "gradient",
         "tests/runtime/sync/parameter_server/test_synchronous_servers.py",
         gpt="data=2,servers=1", network="data=2,servers=1",
     ),
@@ -507,23 +507,23 @@ SERVERS = [
     Mutant(
         "stale-answer", "a server answers a step without the weights that are new",
         "runtime.sync.parameter_server.server:ParameterServer._apply_update",
-        "course.latest_version = self._version",
-        "course.latest_version = self._version - 1",
+        "objective_state.latest_version = self._version",
+        "objective_state.latest_version = self._version - 1",
         "tests/runtime/sync/parameter_server/test_synchronous_servers.py",
         gpt="data=2,servers=1", network="data=2,servers=1",
     ),
     Mutant(
         "replicas-averaged-alike", "in the mean of replicas' weights each counts alike, however many samples it saw",
         "runtime.sync.replica_mean:average_over_replicas",
-        "seen[members.index(transport.rank)] / sum(seen)",
-        "1 / len(seen)",
+        "sample_counts[members.index(transport.rank)] / sum(sample_counts)",
+        "1 / len(sample_counts)",
         "tests/runtime/sync/test_local_sgd.py", gpt="data=2,every=2", network="data=2,every=2",
     ),
     Mutant(
         "agreement-a-step-late", "replicas agree a step after they should",
         "runtime.sync.local_sgd:LocalSgd.after_step",
-        "(course.steps_taken - self._sync.warmup) % self._sync.every == 0",
-        "(course.steps_taken - self._sync.warmup) % self._sync.every == 1",
+        "(objective_state.steps_taken - self._sync.warmup) % self._sync.every == 0",
+        "(objective_state.steps_taken - self._sync.warmup) % self._sync.every == 1",
         "tests/runtime/sync/test_local_sgd.py", gpt="data=2,every=2 steps=3", network="data=2,every=2 steps=3",
     ),
     Mutant(
@@ -536,7 +536,7 @@ SERVERS = [
     Mutant(
         "apart-divided-by-all", "a replica that goes its own way takes its mean over the samples of all replicas",
         "runtime.pipeline.executor:Executor._begin",
-        "sum(share.samples for share in own.values()) if self.is_replica_local else batch.samples",
+        "sum(share.samples for share in shares.values()) if self.is_replica_local else batch.samples",
         "batch.samples",
         "tests/runtime/sync/test_local_sgd.py", gpt="data=2,servers=1,staleness=1", network="data=2,every=2",
     ),
@@ -576,7 +576,7 @@ LOOPS = [
     Mutant(
         "short-batch-dropped", "the last, shorter batch of an epoch is always left out",
         "runtime.data.loader:batch_sizes",
-        "left and not drop_last",
+        "remainder and not drop_last",
         "False",
         "tests/runtime/data/test_loader.py", unseen="a proof has batches, no dataset",
     ),
@@ -653,8 +653,8 @@ PRICES = [
     Mutant(
         "ranks-of-an-operator-apart", "ranks that split an operator are not laid next to each other",
         "plan.fit_to_graph:assign_ranks",
-        "found[stage] += range(first, first + sizes[stage])",
-        "found[stage] += reversed(range(first, first + sizes[stage]))",
+        "ranks[stage] += range(first_rank, first_rank + sizes[stage])",
+        "ranks[stage] += reversed(range(first_rank, first_rank + sizes[stage]))",
         "tests/plan/test_plan.py tests/plan/test_spec.py tests/program/test_lower.py",
         unseen="where a part lives, not what it computes",
     ),
@@ -709,7 +709,7 @@ MORE = [
     Mutant(
         "loop-forgets-earlier-passes", "in a user's own loop only the last backward pass before a step counts",
         "runtime.data_parallel:DataParallel._reduce_gradients",
-        "grad.clone() if before is None else before + grad",
+        "grad.clone() if old_grad is None else old_grad + grad",
         "grad.clone()",
         "tests/distributed/test_replicas.py", unseen="a user's own loop is not what a proof runs",
     ),
@@ -761,7 +761,7 @@ COUNTS = [
     Mutant(
         "total-taken-for-a-mean", "a sum over samples is taken for a mean over them",
         "samples.derivation:_build_derivation",
-        "power != wanted",
+        "power != expected_power",
         "False", "tests/samples/test_counts.py",
         gpt="data=2 loss=total", network="data=2 loss=total", times=2,
     ),
@@ -790,13 +790,13 @@ COUNTS = [
     Mutant(
         "float16-without-scale", "gradients travel in float16 as large as they are",
         "runtime.sync.compression.half_precision:_scaling_power",
-        "(15 - exponent).clamp(-most, most)",
+        "(15 - exponent).clamp(-limit, limit)",
         "0 * exponent",
         "tests/runtime/sync/compression/test_compressors.py", unseen="a proof of gradients that lose digits is refused",
     ),
     Mutant(
         "second-tensor-misplaced", "of several tensors in a message the later ones are read at the wrong place",
-        "runtime.transport.serialization:_Reader.read_tensor",
+        "runtime.plain_data.serialization:_Reader.read_tensor",
         "self._position += size + -size % _ALIGN",
         "self._position += size",
         "tests/runtime/transport/test_serialization.py", unseen="what workers tell each other beside what they compute",
@@ -843,7 +843,7 @@ SCHEDULED = [
     ),
     Mutant(
         "turns-start-too-few", "replicas in turn start a microbatch too few where those ahead are no multiple of them",
-        "schedule.round_robin", "min(-(-ahead // replicas) - 1, own)", "min(ahead // replicas - 1, own)",
+        "schedule.schedules", "min(-(-ahead // replicas) - 1, microbatches)", "min(ahead // replicas - 1, microbatches)",
         "tests/schedule/test_round_robin.py", unseen="the order of passes, and how much memory they take",
     ),
     Mutant(
