@@ -22,8 +22,10 @@ PROGRAMS = [
         "    arrivals = [a for c in receives for a in travel(ActionKind.RECEIVE, c, [c.producer], False)]\n"
         "    departures = [a for c in sends for a in travel(ActionKind.SEND, c, c.consumers, False)]\n"
         "else:\n"
-        "    arrivals = [a for c in sends if c.requires_grad for a in travel(ActionKind.RECEIVE, c, c.consumers, True)]\n"
-        "    departures = [a for c in receives if c.requires_grad for a in travel(ActionKind.SEND, c, [c.producer], True)]",
+        "    arrivals = [a for c in sends if c.requires_grad "
+        "for a in travel(ActionKind.RECEIVE, c, c.consumers, True)]\n"
+        "    departures = [a for c in receives if c.requires_grad "
+        "for a in travel(ActionKind.SEND, c, [c.producer], True)]",
         "if action.kind is ActionKind.FORWARD:\n"
         "    arrivals = [a for c in receives for a in travel(ActionKind.RECEIVE, c, [c.producer], False)]\n"
         "    departures = [a for c in sends for a in travel(ActionKind.SEND, c, c.consumers, False)]\n"
@@ -843,7 +845,8 @@ SCHEDULED = [
     ),
     Mutant(
         "turns-start-too-few", "replicas in turn start a microbatch too few where those ahead are no multiple of them",
-        "schedule.schedules", "min(-(-ahead // replicas) - 1, microbatches)", "min(ahead // replicas - 1, microbatches)",
+        "schedule.schedules",
+        "min(-(-ahead // replicas) - 1, microbatches)", "min(ahead // replicas - 1, microbatches)",
         "tests/schedule/test_round_robin.py", unseen="the order of passes, and how much memory they take",
     ),
     Mutant(
