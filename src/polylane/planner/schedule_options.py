@@ -87,4 +87,4 @@ def penalize(seconds: float, option: ScheduleOption) -> float:
     """Return the seconds by which schedules are ranked: those of any but 1F1B with what it must be faster by."""
     if option == PLAIN_SCHEDULE:
         return seconds
-    return seconds * (1 + (GAIN if KINDS[option[0]].is_lean else 2 * GAIN))
+    return seconds * (1 + (GAIN if option[0] in KINDS and KINDS[option[0]].is_lean else 2 * GAIN))
