@@ -84,12 +84,12 @@ class _Name:
 
     Attributes:
         get: returns what it has now, or MISSING.
-        put: gives it another object; None where that cannot be done, as for a class's own names.
+        setter: gives it another object; None where that cannot be done, as for a class's own names.
         at_start: what it had at the start.
     """
 
     get: Callable[[], Any]
-    put: Callable[[Any], None] | None
+    setter: Callable[[Any], None] | None
     at_start: Any
 
     def read(self) -> Any:
@@ -99,8 +99,8 @@ class _Name:
         return _copy(value, {})
 
     def write(self, content: Any) -> None:
-        if self.put is not None:
-            self.put(_make(content, ()))
+        if self.setter is not None:
+            self.setter(_make(content, ()))
         elif repr(self.get()) != repr(content):
             raise PolylaneError("an attribute of a class was changed, which an audit cannot set")
 
@@ -114,7 +114,7 @@ class _Inside:
     """What is inside of a tensor, an array, a container, a context variable, or an object with slots.
 
     Attributes:
-        value: the object.
+        value: the object that has something inside.
         at_start: values inside at the start, as :func:`children_of` has them.
     """
 
@@ -124,10 +124,10 @@ class _Inside:
     def read(self) -> Any:
         if _is_shared(self.value):
             raise _Untold
-        known = {id(value): index for index, value in enumerate(self.at_start)}
+        known_objects = {id(value): index for index, value in enumerate(self.at_start)}
         if isinstance(self.value, contextvars.ContextVar):
             value = self.value.get(MISSING)
-            return _copy(value, known)
+            return _copy(value, known_objects)
         if isinstance(self.value, Tensor):
             return _copy_tensor(self.value)
         if is_array(self.value):
@@ -135,12 +135,12 @@ class _Inside:
         if (memory := read_memory(self.value)) is not None:
             return memory
         if isinstance(self.value, dict):
-            keys = [_copy(key, known) for key in dict.keys(self.value)]
-            return [keys, [_copy(value, known) for value in dict.values(self.value)]]
-        kind: Any = next((each for each in _SEQUENCES if isinstance(self.value, each)), None)
+            keys = [_copy(key, known_objects) for key in dict.keys(self.value)]
+            return [keys, [_copy(value, known_objects) for value in dict.values(self.value)]]
+        kind: Any = next((container for container in _SEQUENCES if isinstance(self.value, container)), None)
         if kind is not None:
-            return [_copy(value, known) for value in kind.__iter__(self.value)]
-        return {name: _copy(value, known) for name, value in slots_of(self.value).items()}
+            return [_copy(value, known_objects) for value in kind.__iter__(self.value)]
+        return {name: _copy(value, known_objects) for name, value in slots_of(self.value).items()}
 
     def write(self, content: Any) -> None:
         value: Any = self.value
@@ -317,8 +317,8 @@ def _list_places(watched: WatchList) -> Iterator[tuple[str, _Place]]:
 
 def _name_in(owner: Any, name: Any, value: Any) -> _Name:
     """Return a name in a dict, or in the read-only names of a class."""
-    put = partial(owner.__setitem__, name) if isinstance(owner, dict) else None
-    return _Name(lambda: owner.get(name, MISSING), put, value)
+    setter = partial(owner.__setitem__, name) if isinstance(owner, dict) else None
+    return _Name(lambda: owner.get(name, MISSING), setter, value)
 
 
 def _is_shared(value: Any) -> bool:
@@ -336,12 +336,12 @@ def _mark_shared(value: Any) -> bytes:
     return read_memory(value) or (_mark(torch.from_numpy(value.copy())) if is_array(value) else b"")
 
 
-def _copy(value: Any, known: Mapping[int, int]) -> Any:
+def _copy(value: Any, known_objects: Mapping[int, int]) -> Any:
     """Return what another process can be told of a value.
 
     Args:
         value: any value of the user's.
-        known: by identity, indices of objects that the other process has as well.
+        known_objects: by identity, indices of objects that the other process has as well.
 
     Raises:
         _Untold: it is an object, a weight, or has one inside.
@@ -349,8 +349,8 @@ def _copy(value: Any, known: Mapping[int, int]) -> Any:
     kind = type(value)
     if kind in PLAIN:
         return value
-    if id(value) in known:
-        return _Same(known[id(value)])
+    if id(value) in known_objects:
+        return _Same(known_objects[id(value)])
     if isinstance(value, Tensor):
         if value.requires_grad:  # a weight is no constant
             raise _Untold
@@ -360,11 +360,11 @@ def _copy(value: Any, known: Mapping[int, int]) -> Any:
     if (numpy := sys.modules.get("numpy")) is not None and isinstance(value, numpy.generic):
         return _Made("number", value.item())
     if kind is dict:
-        return {_copy(key, known): _copy(item, known) for key, item in value.items()}
+        return {_copy(key, known_objects): _copy(item, known_objects) for key, item in value.items()}
     if kind is deque:
-        return _Made("deque", [[_copy(item, known) for item in value], value.maxlen])
+        return _Made("deque", [[_copy(item, known_objects) for item in value], value.maxlen])
     if kind in (list, tuple):
-        return kind(_copy(item, known) for item in value)
+        return kind(_copy(item, known_objects) for item in value)
     if kind in (set, frozenset) and all(type(item) in PLAIN for item in value):
         return value.copy()
     raise _Untold
@@ -376,19 +376,19 @@ def _copy_tensor(value: Tensor) -> Tensor:
     return value.detach().to("cpu", copy=True)
 
 
-def _make(content: Any, known: Sequence[Any]) -> Any:
-    """Return the value of which :func:`_copy` has told, with the objects that are known."""
+def _make(content: Any, known_objects: Sequence[Any]) -> Any:
+    """Return the value of which :func:`_copy` has told, with the objects that both processes have."""
     if isinstance(content, _Same):
-        return known[content.index]
+        return known_objects[content.index]
     if isinstance(content, _Made):
         if content.kind == "deque":
             items, longest = content.content
-            return deque((_make(item, known) for item in items), longest)
+            return deque((_make(item, known_objects) for item in items), longest)
         return content.content.numpy() if content.kind == "array" else content.content
     if type(content) is dict:
-        return {_make(key, known): _make(item, known) for key, item in content.items()}
+        return {_make(key, known_objects): _make(item, known_objects) for key, item in content.items()}
     if type(content) in (list, tuple):
-        return type(content)(_make(item, known) for item in content)
+        return type(content)(_make(item, known_objects) for item in content)
     return content
 
 
