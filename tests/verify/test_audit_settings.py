@@ -129,7 +129,15 @@ def test_an_object_that_took_anothers_place_leaves_the_other_alone() -> None:
     assert there.inner.mask.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("value", [torch.ones(3).share_memory_(), multiprocessing.Value("d", 1.0), mmap.mmap(-1, 4)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(3).share_memory_(),
+        multiprocessing.Value("d", 1.0),
+        mmap.mmap(-1, 4),
+        multiprocessing.RawValue("d", 1.0),
+    ],
+)
 def test_memory_that_processes_share_is_not_written_and_ends_audits(value: Any) -> None:
     """The auditor has the same memory: it would write into the training."""
     held = hold()
@@ -145,6 +153,17 @@ def test_memory_that_processes_share_is_not_written_and_ends_audits(value: Any) 
     values = training.read_values()
     assert not any("shared" in label for label in values)
     assert "shared" in (training.find_unreadable_change(values) or "")
+
+
+def test_what_an_exchange_cannot_tell_ends_audits_with_its_name() -> None:
+    """A function in the place of a list whose inside was told before."""
+    held = hold()
+    training = watch(held)
+    held.items.append(3)
+    assert training.find_unreadable_change(training.read_values()) is None
+    training._constants = {*training._places}  # as if a step read them all
+    held.items = max
+    assert "items" in (training.find_unreadable_change(training.read_values()) or "")
 
 
 def test_a_number_that_becomes_something_else_ends_audits() -> None:

@@ -39,6 +39,7 @@ _NUMPY = tuple(f"{folder}numpy/" for folder in _INSTALLED)
 _OPAQUE = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "polylane", "builtins"}
 # Python's own classes whose objects only hold what the user puts there, as attributes.
 _HOLDERS = (types.SimpleNamespace, threading.local, UserDict, UserList, ChainMap)
+_C_OBJECTS = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 _CACHED = type(functools.lru_cache(lambda: None))
 # What holds another value without being a container, and how that is read.
 _REFERENCES: tuple[tuple[Any, Any], ...] = (
@@ -150,14 +151,16 @@ def write_memory(value: Any, content: bytes) -> None:
 def is_shared_memory(value: Any) -> bool:
     """Return whether processes that are forked write into the same object."""
     shared = sys.modules.get("multiprocessing.sharedctypes")
-    return isinstance(value, mmap.mmap) or (shared is not None and isinstance(value, shared.SynchronizedBase))
+    # A RawValue is an object of ctypes that refers to its block of shared memory by this name.
+    is_raw = isinstance(value, _C_OBJECTS) and hasattr(value, "_wrapper")
+    return is_raw or isinstance(value, mmap.mmap) or (shared is not None and isinstance(value, shared.SynchronizedBase))
 
 
 def _buffer_of(value: Any) -> Any:
     """Return the bytes of a ctypes object or a memory map, to be written into; None for anything else."""
-    if is_shared_memory(value) and not isinstance(value, mmap.mmap):
+    if is_shared_memory(value) and not isinstance(value, (mmap.mmap, *_C_OBJECTS)):
         value = value.get_obj()
-    if not isinstance(value, ctypes._SimpleCData | ctypes.Array | ctypes.Structure | mmap.mmap):
+    if not isinstance(value, (mmap.mmap, *_C_OBJECTS)):
         return None
     try:
         return (ctypes.c_ubyte * memoryview(value).nbytes).from_buffer(value)

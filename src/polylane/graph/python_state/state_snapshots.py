@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import operator
 import os
 import random
 import types
@@ -151,16 +152,12 @@ class _Snapshot:
         def again(inner: Any) -> Any:
             return moving[id(inner)]() if id(inner) in moving else inner
 
-        def is_as_before() -> bool:
-            current: Any = dict(kind.items(value)) if isinstance(value, dict) else list(kind.__iter__(value))
-            pairs = [(current, backup)] if kind is not dict and kind is not OrderedDict else [
-                (list(current), list(backup)), (list(current.values()), list(backup.values())),
-            ]  # fmt: skip
-            return all(len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)) for a, b in pairs)
+        parts = _list_parts(backup)
 
         def put_back() -> None:
             # What was not changed is not touched: a thread of the user's may be at it.
-            if not moving and kind is not set and is_as_before():
+            current = _list_parts(dict(kind.items(value)) if isinstance(value, dict) else list(kind.__iter__(value)))
+            if not moving and len(current) == len(parts) and all(map(operator.is_, current, parts)):
                 return
             kind.clear(value)
             if issubclass(kind, dict):
@@ -192,6 +189,10 @@ class _Snapshot:
             self.contents.append(lambda: setattr(value.bit_generator, "state", state))
         else:
             self.contents.append(lambda: value.set_state(state))
+
+
+def _list_parts(content: Any) -> list[Any]:
+    return [*content, *content.values()] if isinstance(content, dict) else content
 
 
 def _put_memory_back(value: Any, content: bytes) -> None:

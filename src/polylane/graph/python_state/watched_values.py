@@ -215,8 +215,10 @@ class WatchList:
             # In-place writes raise a tensor's version counter.
             written = entry.version is not None and entry.tensor._version != entry.version
             moved = entry.pointer is not None and _pointer(entry.tensor) != entry.pointer
-            if written or moved or entry.owner.get(entry.name, None) is not entry.tensor:
+            if entry.owner.get(entry.name, None) is not entry.tensor:
                 yield entry.label, entry.label
+            elif written or moved:
+                yield f"{entry.label}[:]", entry.label
         for table, size, label, owner, names in self.tables:
             if len(table) != size and (new := self._new(table, owner, names)):
                 yield f"{label('')}[:]", label(new)

@@ -94,15 +94,13 @@ class _Name:
 
     def read(self) -> Any:
         value = self.get()
-        if value is MISSING or (value is self.at_start and type(value) not in PLAIN):
+        if self.setter is None or value is MISSING or (value is self.at_start and type(value) not in PLAIN):
             raise _Untold
         return _copy(value, {})
 
     def write(self, content: Any) -> None:
-        if self.setter is not None:
-            self.setter(_make(content, ()))
-        elif repr(self.get()) != repr(content):
-            raise PolylaneError("an attribute of a class was changed, which an audit cannot set")
+        assert self.setter is not None
+        self.setter(_make(content, ()))
 
     def has_changed(self) -> bool:
         value = self.get()
@@ -231,18 +229,19 @@ class AuditSettings:
         if (module := self._read.find_replaced_module()) is not None:
             return module
         for key, label in self._read.watched.list_other_changes():
-            if key not in values and f"{key}[:]" not in values:
+            if key not in values:
                 return label
         return next(self._list_unread(values), None)
 
     def _list_unread(self, values: Mapping[str, Any]) -> Iterator[str]:
-        """Yield what was changed and not told, of all in reach as far as it is code, or memory that processes share."""
+        """Yield what was changed and not told: constants of a step, and all code, shared memory, classes' own names."""
         for label, value, mark in self._shared:
             if _mark_shared(value) != mark:
                 yield label.removesuffix("[:]")
         for label, slot in self._places.items():
-            counts = label in self._constants or (isinstance(slot, _Name) and callable(slot.at_start))
-            if counts and label not in values and isinstance(slot, _Name) and slot.has_changed():
+            if not isinstance(slot, _Name) or label in values or not slot.has_changed():
+                continue
+            if label in self._constants or callable(slot.at_start) or slot.setter is None:
                 yield label
 
     def read_values(self) -> dict[str, Any]:
@@ -326,7 +325,7 @@ def _is_shared(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     is_map = numpy is not None and isinstance(value, numpy.memmap)
     is_shared_tensor = isinstance(value, Tensor) and (value.device.type != "cpu" or value.is_shared())
-    return is_map or is_shared_tensor or is_shared_memory(value) or hasattr(value, "_wrapper")
+    return is_map or is_shared_tensor or is_shared_memory(value)
 
 
 def _mark_shared(value: Any) -> bytes:
