@@ -53,6 +53,14 @@ def die_on_one(context: WorkerContext) -> None:
     dist.barrier()
 
 
+def leave_on_one(waits: bool, context: WorkerContext) -> None:
+    if context.rank == 1:
+        os._exit(0)
+    if waits:
+        context.world.connect()
+        dist.barrier()
+
+
 def test_results_and_messages():
     heard: list[tuple[int, int]] = []
     handler = signal.getsignal(signal.SIGTERM)
@@ -70,6 +78,13 @@ def test_one_raises_while_the_other_waits():
 def test_one_is_killed():
     with pytest.raises(WorkerFailed, match="worker 1 failed: it was killed by SIGKILL"):
         spawn_workers(die_on_one, 2)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_one_leaves_without_a_word(waits: bool):
+    """To the agent an exit with code 0 is a success; whoever waits for it reports a lost peer, which is no cause."""
+    with pytest.raises(WorkerFailed, match=r"worker 1 failed: it ended without a result \(exit code 0\)"):
+        spawn_workers(partial(leave_on_one, waits), 2)
 
 
 def test_what_cannot_be_pickled_is_refused():

@@ -8,6 +8,7 @@ fails instead of testing nothing.
 from __future__ import annotations
 
 import ast
+import builtins
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -87,10 +88,41 @@ def mutated(mutant: Mutant, source: str) -> str:
         _replace(lines, first, last, mutant.put)
     changed = b"\n".join(lines).decode()
     try:
-        ast.parse(changed)
+        tree = ast.parse(changed)
     except SyntaxError as error:
         raise Misfit(f"{mutant.id}: what it puts is no Python: {error}") from error
+    if unknown := sorted(_read_names(ast.parse(mutant.put)) - _known_names(mutant, tree)):
+        raise Misfit(f"{mutant.id}: what it puts reads {', '.join(unknown)}, which {mutant.where} does not have")
     return changed
+
+
+def _read_names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+def _known_names(mutant: Mutant, tree: ast.Module) -> set[str]:
+    """Names that a function may read: those bound in it, in what encloses it, in its module, and Python's own."""
+    outermost = mutant.where.partition(":")[2].partition(".")[0]
+    known = set(dir(builtins))
+    for statement in tree.body:
+        is_around = getattr(statement, "name", None) == outermost
+        known |= _bound_names(statement, within=is_around or not isinstance(statement, ast.FunctionDef | ast.ClassDef))
+    return known
+
+
+def _bound_names(statement: ast.stmt, within: bool) -> set[str]:
+    """Names that a statement binds: a definition its own, and ``within`` it those of everything inside."""
+    bound = {statement.name} if isinstance(statement, ast.FunctionDef | ast.ClassDef) else set[str]()
+    for node in ast.walk(statement) if within else ():
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            bound.add(node.id)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+    return bound
 
 
 def _scope(mutant: Mutant, tree: ast.Module) -> ast.AST:

@@ -138,7 +138,7 @@ REDUCTION = [
         "tied-weight-twice", "the gradient of a weight that several stages hold counts twice",
         "runtime.sync.all_reduce:AllReducer.wait_bucket",
         "match_strides(gradient, parameter)",
-        "match_strides(gradient * 2 if left.bucket.name.startswith('tied') else gradient, parameter)",
+        "match_strides(gradient * 2 if launch.bucket.name.startswith('tied') else gradient, parameter)",
         COVERING, gpt="pipeline=2,microbatches=2",
     ),
     Mutant(
@@ -250,7 +250,7 @@ SPLITS = [
         "halo-one-row-short", "what a rank reads of its neighbours' positions lacks the last one",
         "placement.redistribute:overlapping_ranges",
         "min(b, stop)",
-        "min(b, stop - (tuple(owned) != tuple(wanted)))",
+        "min(b, stop - (tuple(owned) != tuple(wanted_ranges)))",
         "tests/placement/rules/test_convolution_rules.py", network="sequence=2",
     ),
     Mutant(
@@ -319,7 +319,7 @@ SPLITS = [
         "reduce-scatter-of-two", "of what is summed and scattered the last rank's summand is left out",
         "placement.redistribute:_reduce_scatter",
         "out = out + part",
-        "out = out + part * (part is not rest[-1])",
+        "out = out + part * (part is not parts[-1])",
         "tests/placement/test_redistribute.py", gpt="tensor=2", network="tensor=2",
     ),
     Mutant(

@@ -51,6 +51,7 @@ T = TypeVar("T")
 
 SHUTDOWN_SECONDS = 2  # between SIGTERM and SIGKILL, for workers that the agent ends
 STOP_FILE = "stop"  # of the stop request, in the folder of the rendezvous
+LEFT_SECONDS = 2 * ECHO_GRACE_SECONDS  # for the others to report a lost peer, before they are ended
 INTRODUCTION_SECONDS = 10.0  # timeout of the secret and rank that a worker sends after connecting
 
 
@@ -172,8 +173,10 @@ class _ReportServer(Generic[T]):
     def __init__(self, meeting_place: MeetingPlace, on_message: Listener | None) -> None:
         self._key = meeting_place.secret
         self.lines: dict[int, WorkerPipe[T]] = {}
+        self._processes: dict[int, int] = {}  # by rank, the number of a worker's process
         self._kills_before = count_system_kills()
         self._failures: list[Failure] = []  # in the order of arrival
+        self._left: list[int] = []  # ranks that have ended without a report, before any failure was reported
         self._on_message = on_message
         self.address = str(meeting_place.folder / "office")
         self._server = socket.socket(socket.AF_UNIX)
@@ -185,11 +188,16 @@ class _ReportServer(Generic[T]):
         self._thread.start()
 
     def find_cause(self, deaths: dict[int, int]) -> Failure:
-        """Return the root cause of a failed job, from reports and the exit codes of workers without a report."""
+        """Return the root cause of a failed job, from reports and from how workers without a report have ended.
+
+        Args:
+            deaths: by rank, exit codes other than 0 of workers that the agent saw end.
+        """
         self.close()
         reported = {failure.rank for failure in self._failures}
+        codes = {**dict.fromkeys(self._left, 0), **deaths}
         silent = [
-            Failure.of_exit(rank, code, self._kills_before) for rank, code in deaths.items() if rank not in reported
+            Failure.of_exit(rank, code, self._kills_before) for rank, code in codes.items() if rank not in reported
         ]
         cause = find_root_cause([*self._failures, *silent])
         assert cause is not None  # the agent saw a failure, so there is at least one
@@ -206,15 +214,22 @@ class _ReportServer(Generic[T]):
                 raise self._error
 
     def _serve(self) -> None:
+        ends_at: float | None = None  # when the others are ended, since one has left
         while True:
             # Closing the write end of a pipe makes _closing readable: that wakes this thread up to end.
             open_lines = {line.reports: line for line in self.lines.values() if not line.reports.closed}
-            ready = connection.wait([self._server, self._closing, *open_lines], None)
+            seconds = None if ends_at is None else max(0.0, ends_at - time.monotonic())
+            ready = connection.wait([self._server, self._closing, *open_lines], seconds)
+            if not ready:  # they may wait for that one in a place where nothing tells them
+                self._end_workers()
+                ends_at = None
             for source in ready:
                 if source is self._server:
                     self._accept_worker()
                 elif isinstance(source, connection.Connection):
                     self._read_reports(open_lines[source])
+                    if self._left and ends_at is None:
+                        ends_at = time.monotonic() + LEFT_SECONDS
             if ready == [self._closing]:  # and no report is left to read
                 for line in open_lines.values():
                     line.reports.close()
@@ -229,9 +244,17 @@ class _ReportServer(Generic[T]):
             if secrets.compare_digest(reports.recv_bytes(len(self._key)), self._key):
                 rank = int(reports.recv_bytes(20))
                 _set_read_timeout(connected, 0)
+                self._processes[rank] = _find_peer(connected)
                 self.lines[rank] = WorkerPipe(rank, reports)
                 return
         reports.close()
+
+    def _end_workers(self) -> None:
+        """Kill the workers that have not left, which the agent takes for a failure: it waits for those that have."""
+        for rank, process in self._processes.items():
+            if rank not in self._left:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
 
     def _read_reports(self, line: WorkerPipe[T]) -> None:
         try:
@@ -240,11 +263,20 @@ class _ReportServer(Generic[T]):
             self._error = self._error or error
         if line.failure is not None and line.failure not in self._failures:
             self._failures.append(line.failure)
+        # Those that end after a failure are ended by the agent.
+        if line.reports.closed and not line.has_ended and not self._failures:
+            self._left.append(line.rank)
 
 
 def _set_read_timeout(connected: socket.socket, seconds: float) -> None:
     """Set the timeout of reads of a connection in seconds; 0: none."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(seconds), 0))
+
+
+def _find_peer(connected: socket.socket) -> int:
+    """Return the number of the process at the other end of a Unix socket."""
+    process, _, _ = struct.unpack("@iII", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(process)
 
 
 def _run_process(
