@@ -57,7 +57,7 @@ def test_statements_are_replaced() -> None:
 
 def test_what_is_planted_reads_only_names_that_are_there() -> None:
     """Else it is a NameError, and whoever notices that has noticed nothing of the bug."""
-    with pytest.raises(Misfit, match="reads total_of_all, which m:Sum.of does not have"):
+    with pytest.raises(Misfit, match=r"reads total_of_all, which m:Sum\.of does not have"):
         mutated(mutant("m:Sum.of", "return total", "return total_of_all"), SOURCE)
     assert "total = sum" in mutated(mutant("m:Sum.of", "total = a + b", "total = sum((a, b), start=0)"), SOURCE)
 

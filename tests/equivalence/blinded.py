@@ -47,8 +47,8 @@ BLINDED: dict[str, Replaced] = {
     },
     "ranks": {"auto.plan_broadcast:find_difference": nothing},
     "reads": {
-        "runtime.batch_checks:BatchChecks.compare": nothing,
-        "runtime.data.loader:try_reads": lambda *_, **__: _alike(),
+        "runtime.data.batch_checks:BatchChecks.compare": nothing,
+        "runtime.data.read_trial:try_reads": lambda *_, **__: _alike(),
     },
 }
 

@@ -8,6 +8,7 @@ from functools import cache
 
 import brought  # noqa: F401  (enters its rows into the table)
 import pytest
+from blinded import BLINDED, blinded
 from innocent import INNOCENT
 from same_numbers import TOLERANCE, accepted, by_loop, distance, judged
 from trainings import ALONE, AT_ONCE, LATER, PLANS, RIGHT, STATE, TRAININGS, Training
@@ -30,6 +31,11 @@ COVERING = [*((name, PLANS[row % len(PLANS)]) for row, name in enumerate(OFTEN))
 @cache
 def training_of(name: str) -> Training:
     return TRAININGS[name]()
+
+
+def test_what_is_blinded_is_there() -> None:
+    with blinded(BLINDED):
+        pass
 
 
 def check(name: str, plan: str) -> None:

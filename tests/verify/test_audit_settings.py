@@ -212,3 +212,11 @@ def test_a_function_or_a_weight_is_not_told() -> None:
     held.weights[0].data.mul_(2)
     held.function = min
     assert training.read_values().keys() == before
+
+
+def test_code_under_a_new_name_ends_audits() -> None:
+    """An object's own method hides its class's, and a hook is a function under a new key."""
+    held = hold()
+    training = watch(held)
+    held.inner.forward = max
+    assert "inner.forward" in (training.find_unreadable_change(training.read_values()) or "")

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,26 @@ def test_a_trial_leaves_files_where_others_have_them_meanwhile(tmp_path: Path) -
     assert [os.lseek(file, 0, os.SEEK_CUR) for file in files.values()] == [7, 10, 6]
     for descriptor in (*files.values(), begun, begin, ended, end):
         os.close(descriptor)
+
+
+def test_files_that_reading_writes_are_named(tmp_path: Path) -> None:
+    """A file named by the process is another one in each worker, and in a trial."""
+
+    class Filed(Plain):
+        def __getitem__(self, i: int) -> Any:
+            path = tmp_path / f"{os.getpid()}-{i}.npy"
+            if not path.exists():
+                np.save(path, X[i].numpy())
+            return torch.from_numpy(np.load(path)), Y[i]
+
+    def find(dataset: Any, tells: bool = True) -> None:
+        ReadTrials(tells).find(dataset, lambda indices: [dataset[i] for i in indices], range(4), [0, 1], None)
+
+    with pytest.warns(UserWarning, match=rf"writes files \({tmp_path}/\d+-0.npy\), which workers share"):
+        find(Filed())
+    with warnings.catch_warnings(action="error"):
+        find(Filed(), tells=False)
+        find(Plain())
 
 
 def test_what_cannot_be_tried_is_read_whole() -> None:

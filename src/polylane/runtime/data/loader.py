@@ -231,17 +231,30 @@ def _find_shares(
 def _find_own(batches: Sequence[list[int]], shares: Shares, start: int | None) -> list[list[int]]:
     """Return the indices of each batch whose samples this worker reads.
 
-    Batches 1, 2, 4, 8, ... of a training, and the first of an epoch or of a resumed one, are read whole by all workers,
-    where they compare what they have read.
+    Batches 1, 3, 6, 12, ... of a training, and the second of an epoch or of a resumed one, are read whole by all
+    workers, where they compare what they have read. Others are audited (1, 2, 4, 8, ...), as they are mostly read.
 
     Args:
         batches: the indices of each batch of an epoch.
         shares: maps the size of a batch to the samples that this worker computes on.
         start: number of the first of these batches among all of the training, from 0; None: nothing is compared.
     """
-    flags = [start is not None and (i == 0 or (start + i + 1) & (start + i) == 0) for i in range(len(batches))]
-    parts = ([batch[i] for i in _positions(shares(len(batch)))] for batch in batches)
+    parts = [[batch[i] for i in _positions(shares(len(batch)))] for batch in batches]
+    if start is None:
+        return parts
+    numbers = range(start, start + len(batches))
+    flags = [i == 1 or number in (0, find_next_whole(number - 1)) for i, number in enumerate(numbers)]
+    if not any(flags[:2]):  # an epoch of one batch
+        flags[0] = True
     return [batch if is_whole else part for batch, part, is_whole in zip(batches, parts, flags, strict=True)]
+
+
+def find_next_whole(number: int) -> int:
+    """Return the number, from 0, of the next batch that all workers read whole, after one with a number."""
+    count = 3
+    while count - 1 <= number:
+        count *= 2
+    return count - 1
 
 
 def _load_mapped(

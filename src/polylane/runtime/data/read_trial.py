@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import stat
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,10 +47,12 @@ class Reads:
     Attributes:
         reason: why whole batches must be read, as a part of a sentence; empty: each worker may read its own samples.
         keeps_state: whether what is read depends on what was read before.
+        written: a file that reading writes; "" for none.
     """
 
     reason: str = ""
     keeps_state: bool = False
+    written: str = ""
 
     def refuse_to_resume(self) -> None:
         """Refuse to go on from a checkpoint, which does not have what the dataset was when it was written.
@@ -101,6 +104,12 @@ class ReadTrials:
         self._known = [*self._known[-3:], (dataset, collate, reads)]
         if reads.reason and self._tells and len(positions) < len(batch):
             warnings.warn(f"every worker reads whole batches, for {reads.reason}", stacklevel=4)
+        if reads.written and self._tells:
+            warnings.warn(
+                f"reading the dataset writes files ({reads.written}), which workers share and a trial of the first "
+                "batch leaves behind: let what is in them depend on the sample alone, and not on who reads it when",
+                stacklevel=4,
+            )
         return reads
 
 
@@ -129,8 +138,9 @@ def try_reads(read: Callable[[], list[Any]], in_part: InPart | None, datasets: S
     os.close(reports)
     if not answer:
         return Reads("its first batch could not be read in another process, to see that samples may be read alone")
-    kind, _, reason = answer.decode(errors="replace").partition(" ")
-    return Reads(reason, kind == "state")
+    found, _, written = answer.decode(errors="replace").partition("\n")
+    kind, _, reason = found.partition(" ")
+    return Reads(reason, kind == "state", written)
 
 
 def _reopen_files() -> None:
@@ -165,9 +175,25 @@ def _run_child(compare: Callable[[], str], report: int) -> None:
             os.dup2(nothing, stream)
         _reopen_files()
         torch.set_num_threads(1)  # the pool of threads is the parent's
-        os.write(report, compare().encode(errors="replace")[:4096])
+        written = _watch_writes()
+        found = compare()
+        os.write(report, f"{found}\n{next(iter(written), '')}".encode(errors="replace")[:4096])
     finally:
         os._exit(0)  # whatever was raised: no answer is one
+
+
+def _watch_writes() -> dict[str, None]:
+    """Return a dict to which the paths of regular files are added that this process opens to write, until it ends."""
+    written = dict[str, None]()
+
+    def note_opening(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or not isinstance(arguments[0], str) or arguments[0].startswith(("/dev/", "/proc/")):
+            return
+        if arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            written[arguments[0]] = None
+
+    sys.addaudithook(note_opening)
+    return written
 
 
 def _compare_reads(read: Callable[[], list[Any]], in_part: InPart | None, datasets: Sequence[Any], collate: Any) -> str:

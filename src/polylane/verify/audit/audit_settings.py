@@ -173,14 +173,20 @@ class _Table:
     Attributes:
         owner: the dict, whose names are attributes, globals or keys.
         names: its names at the start.
+        label: returns what is said of a name in it.
     """
 
     owner: dict[Any, Any]
     names: frozenset[Any]
+    label: Callable[[Any], str]
 
     def read(self) -> Any:
         added = {name: _copy(self.owner[name], {}) for name in self.owner if name not in self.names}
         return added, [name for name in self.names if name not in self.owner]
+
+    def find_new_code(self) -> Any:
+        """Return a name that was added with something to call, which no process beside this one has; else None."""
+        return next((name for name in self.owner if name not in self.names and callable(self.owner[name])), None)
 
     def write(self, content: Any) -> None:
         added, removed = content
@@ -239,6 +245,8 @@ class AuditSettings:
             if _mark_shared(value) != mark:
                 yield label.removesuffix("[:]")
         for label, slot in self._places.items():
+            if isinstance(slot, _Table) and (name := slot.find_new_code()) is not None:
+                yield slot.label(name)
             if not isinstance(slot, _Name) or label in values or not slot.has_changed():
                 continue
             if label in self._constants or callable(slot.at_start) or slot.setter is None:
@@ -252,13 +260,8 @@ class AuditSettings:
             if label in self._told or mark != self._start.get(label):
                 self._told.add(label)
                 values[label] = content
-        current, initial = (
-            {k: v for k, v in variables.items() if k not in RANK_VARIABLES}
-            for variables in (os.environ, self._environment)
-        )
-        environment = {
-            key: current.get(key) for key in current.keys() | initial.keys() if current.get(key) != initial.get(key)
-        }
+        keys = (os.environ.keys() | self._environment.keys()) - {*RANK_VARIABLES}
+        environment = {k: os.environ.get(k) for k in keys if os.environ.get(k) != self._environment.get(k)}
         return {**values, _MODES: self._in_reach.read_modes(), _ENVIRONMENT: environment}
 
     def write_values(self, values: Mapping[str, Any]) -> None:
@@ -307,7 +310,7 @@ def _list_places(watched: WatchList) -> Iterator[tuple[str, _Place]]:
         places.append((f"{label}[:]", _Inside(value, inner)))
         tensors = [item for item in inner if isinstance(item, Tensor) and id(item) not in watched.inputs]
         places += [(f"{label}[{i}][:]", _Inside(item, ())) for i, item in enumerate(tensors) if not item.requires_grad]
-    places += [(f"{label('')}[:]", _Table(owner, names)) for owner, _, label, _, names in watched.tables]
+    places += [(f"{label('')}[:]", _Table(owner, names, label)) for owner, _, label, _, names in watched.tables]
     count = Counter[str]()
     for label, slot in places:
         count[label] += 1

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 
+from polylane.runtime.data.loader import find_next_whole
+
 BUDGET = 0.01  # part of the training's time that audits may take; the first one is made whatever it costs
 LOOK_STEPS = 4  # steps after which a first verdict is looked for
 
@@ -79,8 +81,8 @@ class AuditSchedule:
         return step + 1 if step_count == 1 else min(step + self._look, self._first + self._due - 1)
 
     def pass_over(self, step: int) -> int:
-        """Return the next step whose batch may be here as a whole: workers read the batches 1, 2, 4, 8, ... whole."""
-        return (1 << (step + 1).bit_length()) - 1
+        """Return the next step whose batch may be here as a whole: workers read the batches 1, 3, 6, 12, ... whole."""
+        return find_next_whole(step)
 
     def look_again(self, step: int) -> int:
         """Return the step at which a verdict is looked for that is not there yet."""
