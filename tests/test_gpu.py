@@ -116,3 +116,18 @@ def test_captured_code_is_checked_on_the_device_that_trains(library: Path):
     command, env = [sys.executable, str(ROOT / "tests/fake_cuda/check_device.py")], build.environment(library, 1)
     ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert ended.stdout == "checked\n", ended.stdout + ended.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_a_training_on_a_pretended_device_is_the_host_s(library: Path):
+    """Also where a worker holds a part of the model there, and captures all of it again."""
+    command = [sys.executable, str(ROOT / "tests/fake_cuda/check_training.py"), "pipeline=2", "tensor=2"]
+    lines: list[list[list[float]]] = []
+    for more in ({}, {"CUDA_VISIBLE_DEVICES": ""}):
+        env = {**build.environment(library, 1), **more}
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr[-2000:]
+        lines.append([json.loads(line) for line in ended.stdout.splitlines()])
+    assert len(lines[0]) == 2
+    for on_device, on_host in zip(*lines, strict=True):
+        assert on_device == pytest.approx(on_host, rel=1e-12)

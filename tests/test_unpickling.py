@@ -70,6 +70,8 @@ ALLOWED = {
     ("runtime/workers/failure.py", "Failure.to_exception", "pickle.loads"),
     # The worker's own exception, pickled by the line before, to see whether it survives.
     ("runtime/workers/failure.py", "_pickle_error", "pickle.loads"),
+    # What builds a training for an auditor, through the pipe that rank 0 made for the process that it started.
+    ("verify/audit/auditor_process.py", "run_new_process", "pickle.loads"),
     # Code that torch.fx generated in this process from a captured graph.
     ("runtime/pipeline/generated_code.py", "generate_code", "exec"),
     ("runtime/pipeline/generated_code.py", "generate_code", "compile"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.capture import dry_run, self_check
 from polylane.graph.python_state.side_effects import SideEffects
+from polylane.plan.plan import Plan
 from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import WorkerContext, fork_workers
 from polylane.runtime.workers.world import World
 from polylane.verify.audit import AuditMode
 from polylane.verify.audit.audit_report import AuditReport
-from polylane.verify.audit.audit_start import start_auditor
-from polylane.verify.audit.auditor import _reopen_files
+from polylane.verify.audit.audit_start import Rebuild, start_auditor
+from polylane.verify.audit.auditor_process import AuditedTraining, _reopen_files
 from polylane.verify.audit.schedule import AuditSchedule
 from polylane.verify.audit.training_audit import attach_audit
 
@@ -72,6 +74,7 @@ def train(
     data: Sequence[Any] = (),
     spoil: Callable[[Job, int], None] | None = None,
     begin: Callable[[Job], None] | None = None,
+    rebuild: Rebuild | None = None,
     **how: Any,
 ) -> AuditReport:
     """Train by a plan, with each worker spoiled after the auditor has got what the user wrote; rank 0's report."""
@@ -81,7 +84,7 @@ def train(
 
     def run(context: WorkerContext) -> AuditReport | None:
         job_options: dict[str, Any] = {"example": data[0], "seed": 5, **how}
-        audits = start_auditor(mode, prepared, context.world, begins_as_built=True, **job_options)
+        audits = start_auditor(mode, prepared, context.world, begins_as_built=True, rebuild=rebuild, **job_options)
         job = Job(prepared, context.world, **job_options)
         audit = attach_audit(audits, job)
         if begin is not None:
@@ -345,6 +348,31 @@ def test_losses_in_turn_are_audited_each() -> None:
     report = fork_workers(run, 2)[0]
     assert not report.differences and not report.note
     assert {number % 2 for number in report.steps} == {0, 1}
+
+
+def load_scaled(plan: Plan, tolerance: float) -> AuditedTraining:
+    """Load a training in a new process, where the global is what it is when its module is imported."""
+    example = batches(1)[0]
+    problem = TrainingProblem(network(), build_objectives(scaled, scaling, None), example)
+    return AuditedTraining(compile_training(problem, plan), example, None, 5, tolerance)
+
+
+def load_nothing(plan: Plan, tolerance: float) -> AuditedTraining:
+    raise PolylaneError("the recipe has gone")
+
+
+def test_beside_an_accelerator_a_new_process_audits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a fork could not go backward; what it has built itself may hold other values, and all of them are told."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setitem(SCALE, "value", 2.0)
+    report = train("data=2", loss=scaled, optimizer=scaling, rebuild=load_scaled)
+    assert report.steps == (1, 2, 4) and not report.differences and report.worst < 1e-9, report
+    with pytest.raises(PolylaneError, match="does not compute what one device computes: step 2"):
+        train("data=2", loss=scaled, optimizer=scaling, rebuild=load_scaled, spoil=move_a_weight)
+    report = train("data=2", rebuild=load_nothing)
+    assert report.note == "step 1 cannot be made by one process: the recipe has gone"
+    assert "unless it loads the training itself" in train("data=2").note
 
 
 def test_the_training_s_files_are_not_moved(tmp_path: Path) -> None:

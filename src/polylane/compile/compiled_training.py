@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from polylane.compile.compiled_graph import CompiledGraph, compile_graph, cut_graph, split_operators, warn_of_untried
@@ -152,6 +153,7 @@ class CompiledTraining:
         which: str = "the example batch",
         opening: Opening | None = None,
         draws: StepDraws | None = None,
+        check_device: torch.device | None = None,
     ) -> Partition:
         """Capture an objective in another mode or for another form of batch, and cut the graph where its first one is.
 
@@ -162,6 +164,7 @@ class CompiledTraining:
             which: names the batch in error messages.
             opening: sizes other than the number of samples that are to be left open; default: none.
             draws: numbers of the step to come, which may decide which way the loss goes; None: of no step.
+            check_device: where what is captured is held against the model; None: the device of the model.
         """
         main, loss = self.graphs[objective].partition, self.objectives[objective].loss
         # What requires a gradient may be another choice than at the first capture.
@@ -178,6 +181,7 @@ class CompiledTraining:
             opening=opening,
             asks=bool(main.graph.code.readings),
             draws=draws,
+            check_device=check_device,
         )
         return align_partition(main, graph)
 

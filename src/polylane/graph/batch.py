@@ -275,7 +275,9 @@ def take_first_samples(leaves: Sequence[Any], count: int, sampled: Sequence[bool
 
 def to_device(leaves: Sequence[Any], device: torch.device) -> list[Any]:
     """Return the leaves with tensors moved to ``device``."""
-    return [leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    # The host would read what has not arrived; a device computes in the order of its stream.
+    is_behind = device.type != "cpu"
+    return [leaf.to(device, non_blocking=is_behind) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def cast_leaves(leaves: Sequence[Any], dtype: torch.dtype) -> list[Any]:

@@ -7,14 +7,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.python_effects import refuse_effects
 from polylane.compile.sample_shares import count_replica_samples
 from polylane.errors import PolylaneError, format_plural
+from polylane.graph.batch import flatten, to_device
 from polylane.graph.capture.export import python_kept
 from polylane.graph.capture.open_dimensions import Opening
 from polylane.graph.capture.questions.asked_draws import StepDraws
 from polylane.graph.partition import Partition
+from polylane.graph.python_state.moved_module import joined_modules
 from polylane.plan.lanes import stage_graph_of
 from polylane.program.program import Program
 from polylane.runtime.connections.connections import Connections
@@ -131,12 +135,19 @@ class ProgramBinder:
             PolylaneError: the plan cannot run such batches.
         """
         prepared = self._prepared
+        own_device, (leaves, rebuild) = self._local_model.world.device, flatten(batch)
+        modules = [module for module in (prepared.model, *prepared.losses) if isinstance(module, nn.Module)]
         # Capture runs the user's model: it needs parameters of full shape, and must leave Python state as it was.
         with (
             FullTensors(self._local_model).installed_in_model(),
             python_kept(prepared.model, *prepared.losses),
+            joined_modules(modules, own_device) as device,
         ):
-            partition = prepared.recapture(objective, batch, training, kind, opening, draws)
+            if device != own_device:
+                batch = rebuild(to_device(leaves, device))
+                if opening is not None:
+                    opening = replace(opening, others=tuple(to_device(leaves, device) for leaves in opening.others))
+            partition = prepared.recapture(objective, batch, training, kind, opening, draws, own_device)
         if opening is not None and not prepared.batch_is_sharded and max(self._plan.data, self._plan.microbatches) > 1:
             check_open_sizes(partition.graph, self._plan.per_sample, opening.others)
         self._refuse(partition, training)

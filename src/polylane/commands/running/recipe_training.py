@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from polylane.commands import user_inputs as inputs
@@ -22,6 +22,7 @@ from polylane.runtime.data import loader as data
 from polylane.runtime.job import Job
 from polylane.runtime.workers.world import World
 from polylane.verify.audit.audit_start import AuditStart, start_auditor
+from polylane.verify.audit.auditor_process import AuditedTraining
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,16 @@ class RecipeTraining:
         # Of data that keep state a process that reads some batches alone would get others: it gets the workers'.
         read = None if self.keeps_state else _WholeBatches(self).read
         options: dict[str, Any] = {"clip_norm": clip_norm, "seed": seed, "read_batch": read, "begins_as_built": True}
-        return start_auditor(self.request.audit, prepared, world, example=example, **options)
+        rebuild = partial(_load_audited, self.request)
+        return start_auditor(self.request.audit, prepared, world, example=example, rebuild=rebuild, **options)
+
+
+def _load_audited(request: TrainRequest, plan: Plan, tolerance: float) -> AuditedTraining:
+    """Load the training in a new process that replays its steps."""
+    training = load_materials(request)
+    prepared = compile_training(training.problem, plan)
+    read, example = _WholeBatches(training).read, training.problem.example
+    return AuditedTraining(prepared, example, request.clip_norm, request.seed, tolerance, read)
 
 
 class _WholeBatches:

@@ -37,3 +37,20 @@ def moved_module(module: nn.Module, device: torch.device) -> Iterator[None]:
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.device != device]
     with data_replaced([(tensor, tensor.data.to(device)) for tensor in tensors]):
         yield
+
+
+@contextmanager
+def joined_modules(modules: Sequence[nn.Module], device: torch.device) -> Iterator[torch.device]:
+    """Context manager: all parameters and buffers of modules are on one device inside, which it yields.
+
+    Args:
+        modules: the model and its losses, of which a worker may have a part on its device.
+        device: stays theirs if all of them are there, or have no data; else they are on the host, where the model fits.
+    """
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    if all(tensor.device == device for tensor in tensors) or any(tensor.is_meta for tensor in tensors):
+        yield device
+        return
+    device = torch.device("cpu")
+    with data_replaced([(tensor, tensor.data.to(device)) for tensor in tensors if tensor.device != device]):
+        yield device

@@ -138,8 +138,8 @@ def try_reads(read: Callable[[], list[Any]], in_part: InPart | None, datasets: S
     os.close(reports)
     if not answer:
         return Reads("its first batch could not be read in another process, to see that samples may be read alone")
-    found, _, written = answer.decode(errors="replace").partition("\n")
-    kind, _, reason = found.partition(" ")
+    answer_line, _, written = answer.decode(errors="replace").partition("\n")
+    kind, _, reason = answer_line.partition(" ")
     return Reads(reason, kind == "state", written)
 
 
@@ -176,8 +176,8 @@ def _run_child(compare: Callable[[], str], report: int) -> None:
         _reopen_files()
         torch.set_num_threads(1)  # the pool of threads is the parent's
         written = _watch_writes()
-        found = compare()
-        os.write(report, f"{found}\n{next(iter(written), '')}".encode(errors="replace")[:4096])
+        comparison = compare()
+        os.write(report, f"{comparison}\n{next(iter(written), '')}".encode(errors="replace")[:4096])
     finally:
         os._exit(0)  # whatever was raised: no answer is one
 

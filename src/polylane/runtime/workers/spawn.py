@@ -176,7 +176,7 @@ class _ReportServer(Generic[T]):
         self._processes: dict[int, int] = {}  # by rank, the number of a worker's process
         self._kills_before = count_system_kills()
         self._failures: list[Failure] = []  # in the order of arrival
-        self._left: list[int] = []  # ranks that have ended without a report, before any failure was reported
+        self._silent_ranks: list[int] = []  # ranks that have ended without a report, before any failure was reported
         self._on_message = on_message
         self.address = str(meeting_place.folder / "office")
         self._server = socket.socket(socket.AF_UNIX)
@@ -195,7 +195,7 @@ class _ReportServer(Generic[T]):
         """
         self.close()
         reported = {failure.rank for failure in self._failures}
-        codes = {**dict.fromkeys(self._left, 0), **deaths}
+        codes = {**dict.fromkeys(self._silent_ranks, 0), **deaths}
         silent = [
             Failure.of_exit(rank, code, self._kills_before) for rank, code in codes.items() if rank not in reported
         ]
@@ -228,7 +228,7 @@ class _ReportServer(Generic[T]):
                     self._accept_worker()
                 elif isinstance(source, connection.Connection):
                     self._read_reports(open_lines[source])
-                    if self._left and ends_at is None:
+                    if self._silent_ranks and ends_at is None:
                         ends_at = time.monotonic() + LEFT_SECONDS
             if ready == [self._closing]:  # and no report is left to read
                 for line in open_lines.values():
@@ -252,7 +252,7 @@ class _ReportServer(Generic[T]):
     def _end_workers(self) -> None:
         """Kill the workers that have not left, which the agent takes for a failure: it waits for those that have."""
         for rank, process in self._processes.items():
-            if rank not in self._left:
+            if rank not in self._silent_ranks:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
 
@@ -265,7 +265,7 @@ class _ReportServer(Generic[T]):
             self._failures.append(line.failure)
         # Those that end after a failure are ended by the agent.
         if line.reports.closed and not line.has_ended and not self._failures:
-            self._left.append(line.rank)
+            self._silent_ranks.append(line.rank)
 
 
 def _set_read_timeout(connected: socket.socket, seconds: float) -> None:

@@ -208,9 +208,10 @@ class AuditSettings:
     Args:
         prepared: the training, compiled for its plan.
         objective: name of the loss.
+        tells_all: whether the other process has built its objects itself, and is told also what was not changed.
     """
 
-    def __init__(self, prepared: CompiledTraining, objective: str) -> None:
+    def __init__(self, prepared: CompiledTraining, objective: str, tells_all: bool) -> None:
         effects = prepared.partitions[objective].graph.code.effects or SideEffects()
         model, computed = prepared.model, prepared.objectives[objective]
         self._read = CapturedSettings(model, [computed.loss], effects, (), True)
@@ -221,7 +222,7 @@ class AuditSettings:
         # A plain value that the captured code takes for constant is told in any case.
         self._constants = {row.label(name) for row in self._read.watched.rows for name in row.names}
         self._constants |= {cell.label for cell, _ in self._read.watched.cells}
-        self._told = self._constants & self._start.keys()
+        self._told = set(self._start) if tells_all else self._constants & self._start.keys()
         shared = [(label, slot.value) for label, slot in self._places.items() if isinstance(slot, _Inside)]
         self._shared = [(label, value, _mark_shared(value)) for label, value in shared if _is_shared(value)]
         self._environment = dict(os.environ)
@@ -284,9 +285,9 @@ class AuditSettings:
                 continue
 
 
-def watch_settings(prepared: CompiledTraining) -> dict[str, AuditSettings]:
+def watch_settings(prepared: CompiledTraining, tells_all: bool = False) -> dict[str, AuditSettings]:
     """Return the values that the user's Python has now, by objective."""
-    return {name: AuditSettings(prepared, name) for name in prepared.partitions}
+    return {name: AuditSettings(prepared, name, tells_all) for name in prepared.partitions}
 
 
 def _list_places(watched: WatchList) -> Iterator[tuple[str, _Place]]:

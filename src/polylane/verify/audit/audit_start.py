@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import torch
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.plan.plan import Plan
@@ -12,7 +16,8 @@ from polylane.probe.machine import available_memory
 from polylane.runtime.nameless_file import open_nameless_file
 from polylane.runtime.workers.world import World
 from polylane.verify.audit import AuditMode
-from polylane.verify.audit.auditor import AuditedTraining, Auditor, ReadBatch
+from polylane.verify.audit.auditor import Auditor, fork_auditor, spawn_auditor
+from polylane.verify.audit.auditor_process import AuditedTraining, ReadBatch
 from polylane.verify.audit.step_replay import choose_tolerance
 
 MEMORY_COPIES = 10  # of the weights: the auditor's, its optimizer's, and two states on the boards
@@ -31,6 +36,8 @@ class AuditStart:
         boards: descriptors of the memory for states before and after a step; on rank 0.
         reads_data: whether the auditor reads batches from the user's data set.
         prepared: the training, compiled for its plan; where there is an auditor.
+        is_built_again: whether the auditor has built the training itself, so that it has other objects than this
+            process had at the start.
     """
 
     mode: AuditMode
@@ -40,6 +47,11 @@ class AuditStart:
     boards: tuple[int, int] | None = None
     reads_data: bool = False
     prepared: CompiledTraining | None = None
+    is_built_again: bool = False
+
+
+# Returns what an auditor has of a training that it loads itself, by its plan and the tolerance; must be picklable.
+Rebuild = Callable[[Plan, float], AuditedTraining]
 
 
 def start_auditor(
@@ -52,6 +64,7 @@ def start_auditor(
     seed: int = 0,
     read_batch: ReadBatch | None = None,
     begins_as_built: bool = False,
+    rebuild: Rebuild | None = None,
 ) -> AuditStart:
     """Start the auditor on rank 0, before the job takes the model apart; every worker calls it.
 
@@ -64,19 +77,27 @@ def start_auditor(
         seed: of all random numbers.
         read_batch: reads batches from the user's data set; None: the step's own batches are taken.
         begins_as_built: whether step 1 begins with the weights that the model has now; a script may load others.
+        rebuild: loads the training in another process; None: only this process has it.
     """
     note = "" if mode != "off" else "off"
     note = note or _why_not(prepared.plan)
     if note or world.rank:
         return AuditStart(mode, note, example)
-    if note := _why_not_here(prepared):
+    # Autograd has a thread for each accelerator, without which no fork of this process can go backward.
+    is_built_again = torch.accelerator.is_available()
+    if note := _why_not_here(prepared, is_built_again and rebuild is None):
         return AuditStart(mode, note, example)
     tolerance = choose_tolerance(prepared, world.device)
     training = AuditedTraining(prepared, example, clip_norm, seed, tolerance, read_batch, begins_as_built)
     try:
         boards = open_nameless_file("audit"), open_nameless_file("audit")
         try:
-            return AuditStart(mode, "", example, Auditor(training, boards), boards, read_batch is not None, prepared)
+            if is_built_again:
+                assert rebuild is not None
+                auditor = spawn_auditor(partial(rebuild, prepared.plan, tolerance), boards)
+            else:
+                auditor = fork_auditor(training, boards)
+            return AuditStart(mode, "", example, auditor, boards, read_batch is not None, prepared, is_built_again)
         except OSError:
             for board in boards:
                 os.close(board)
@@ -97,8 +118,18 @@ def _why_not(plan: Plan) -> str:
     return ""
 
 
-def _why_not_here(prepared: CompiledTraining) -> str:
-    """Return why a process beside this one cannot have the model a second time; "" where it can."""
+def _why_not_here(prepared: CompiledTraining, is_unforkable: bool) -> str:
+    """Return why a process beside this one cannot have the model a second time; "" where it can.
+
+    Args:
+        prepared: the training, compiled for its plan.
+        is_unforkable: whether it would have to be forked beside an accelerator.
+    """
+    if is_unforkable:
+        return (
+            "no process beside this one can go backward where there is a GPU, unless it loads the training itself: "
+            "polylane train is audited, and polylane verify proves the plan"
+        )
     devices = {tensor.device.type for tensor in (*prepared.model.parameters(), *prepared.model.buffers())}
     if unusable := devices - {"cpu", "meta"}:
         return f"the model was built on {unusable.pop()}, which no process beside this one can use: build it on the CPU"

@@ -1,130 +1,111 @@
 """Auditor: a process beside rank 0 that replays audited steps by the user's own code, while the training goes on.
 
 It is forked before the training takes the model apart, and so has all of the user's Python as it was built: model,
-loss, optimizer, data set, hooks, globals. It knows of no ranks, its output is discarded, and the workers compute first.
-Its Python state goes on from one audited step to the next: what a checkpoint carries is the
-plan's, the rest has seen the audited steps alone.
+loss, optimizer, data set, hooks, globals. Where this process has an accelerator autograd could not go backward in a
+fork; a training that can be loaded again (a recipe) is replayed there by a new process, which has no accelerator.
+See :mod:`polylane.verify.audit.auditor_process` for what it does.
 """
 
 from __future__ import annotations
 
-import fcntl
-import gc
 import multiprocessing
 import os
+import pickle
 import signal
-import stat
 import sys
-import time
-import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
-import torch
+from polylane.runtime.plain_data.serialization import decode, encode
+from polylane.verify.audit.audit_settings import RANK_VARIABLES
+from polylane.verify.audit.auditor_process import AuditedTraining, StepOrder, run_auditor
+from polylane.verify.audit.step_replay import StepVerdict
 
-from polylane.compile.compiled_training import CompiledTraining
-from polylane.compile.objectives import named_parameters
-from polylane.errors import PolylaneError, describe_error
-from polylane.graph.batch import flatten
-from polylane.parent_death import die_with_parent
-from polylane.runtime.checkpoint.state_board import BoardReader, BoardRecord
-from polylane.runtime.parameters.materialize import is_on_meta, materialize
-from polylane.runtime.plain_data.serialization import decode, encode, serializable
-from polylane.verify.audit.audit_settings import RANK_VARIABLES, watch_settings
-from polylane.verify.audit.step_replay import StepReplay, StepVerdict
+Build = Callable[[], AuditedTraining]
 
-NICENESS = 5  # the workers compute first
-
-# Reads the whole batch that begins after some samples of an epoch (from 0), by the user's own data set.
-ReadBatch = Callable[[int, int], Any]
+AUDITOR_MODULE = run_auditor.__module__
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")  # what hides accelerators
 
 
-@serializable
-@dataclass(frozen=True)
-class StepOrder:
-    """A step that is to be replayed.
+def fork_auditor(training: AuditedTraining, boards: tuple[int, int]) -> Auditor:
+    """Start an auditor as a fork of this process, which has gone backward on no accelerator.
 
-    Attributes:
-        step: number of the step, from 0.
-        objective: name of the loss.
-        loss: of the step, as the plan computed it.
-        epoch, samples: where in the data its batch begins.
-        leaves: leaves of the whole batch, where the auditor has no data set to read it from; else None.
-        settings: what the user's Python holds now, see :meth:`AuditSettings.read_values`.
-        before: the plan's state with which the step began.
-        after: the plan's state after it, with its gradients.
+    Args:
+        training: what it has of the training.
+        boards: descriptors of the memory that holds the state before an audited step, and of that after it.
+
+    Raises:
+        OSError: the system has no process left.
     """
+    (orders, child_orders), parent = multiprocessing.Pipe(), os.getpid()
+    for stream in (sys.stdout, sys.stderr):  # else the child has a copy of what was not written yet
+        with suppress(Exception):
+            stream.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child starts none
+        child = os.fork()
+    if child == 0:
+        try:
+            orders.close()
+            run_auditor(lambda: training, boards, child_orders, parent)
+        finally:
+            os._exit(1)
+    child_orders.close()
+    return Auditor(orders, child)
 
-    step: int
-    objective: str
-    loss: float
-    epoch: int
-    samples: int
-    leaves: Sequence[Any] | None
-    settings: Mapping[str, Any]
-    before: BoardRecord
-    after: BoardRecord
 
+def spawn_auditor(build: Build, boards: tuple[int, int]) -> Auditor:
+    """Start an auditor as a new process, which builds the training and sees no accelerator.
 
-@dataclass(frozen=True)
-class AuditedTraining:
-    """What the auditor has of a training.
+    Args:
+        build: picklable function that returns what it has of the training.
+        boards: descriptors of the memory of states, before and after an audited step.
 
-    Attributes:
-        prepared: the training, compiled for its plan, with the user's model.
-        example: a batch, for its form.
-        clip_norm: bound on the 2-norm of all gradients, or None.
-        seed: of all random numbers.
-        tolerance: largest relative difference that counts as rounding without a measurement.
-        read_batch: reads batches from the user's data set; None: they come with the orders.
-        begins_as_built: whether step 1 begins with the weights that the model was built with.
+    Raises:
+        OSError: the system has no process left.
     """
-
-    prepared: CompiledTraining
-    example: Any
-    clip_norm: float | None
-    seed: int
-    tolerance: float
-    read_batch: ReadBatch | None = None
-    begins_as_built: bool = False
+    (orders, child_orders), parent = multiprocessing.Pipe(), os.getpid()
+    content = pickle.dumps(build)
+    descriptors = [os.dup(descriptor) for descriptor in (child_orders.fileno(), *boards)]
+    child_orders.close()
+    environment = {name: text for name, text in os.environ.items() if name not in RANK_VARIABLES}
+    environment |= dict.fromkeys(_DEVICES, "")
+    program = f"import {AUDITOR_MODULE} as auditor; auditor.run_new_process()"
+    words = [sys.executable, "-c", program, *map(str, (parent, *descriptors))]
+    actions: Sequence[tuple[int, int, str, int, int]] = [
+        (os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_RDWR, 0) for stream in (0, 1, 2)
+    ]
+    try:
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, True)
+        child = os.posix_spawn(sys.executable, words, environment, file_actions=actions)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    with suppress(OSError):  # it has died, which the first look at it finds
+        orders.send_bytes(content)
+    return Auditor(orders, child)
 
 
 class Auditor:
     """The process of rank 0 that replays steps, seen from rank 0.
 
     Args:
-        training: what it has of the training.
-        boards: descriptors of the memory that holds the state before an audited step, and of that after it.
+        orders: connection to the auditor's process.
+        process: number of that process.
 
     Attributes:
         is_busy: whether it has an order whose verdict has not been read.
     """
 
-    def __init__(self, training: AuditedTraining, boards: tuple[int, int]) -> None:
-        self._orders, orders = multiprocessing.Pipe()
-        self.is_busy, self._step, parent = False, 0, os.getpid()
-        for stream in (sys.stdout, sys.stderr):  # else the child has a copy of what was not written yet
-            with suppress(Exception):
-                stream.flush()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child starts none
-            child = os.fork()
-        self._process: int | None = child  # None once it was waited for: its number may be another process's then
-        if child == 0:
-            try:
-                self._orders.close()
-                _run_process(training, boards, orders, parent)
-            finally:
-                os._exit(1)
-        orders.close()
+    def __init__(self, orders: Connection, process: int) -> None:
+        self._orders, self.is_busy, self._step = orders, False, 0
+        self._process: int | None = process  # None once it was waited for: its number may be another process's then
         # A training that nobody closes is let go of as well.
-        self._end = weakref.finalize(self, _end_process, child, parent)
+        self._end = weakref.finalize(self, _end_process, process, os.getpid())
 
     def send(self, order: StepOrder) -> None:
         """Have a step replayed; nothing is done where the process has died, which :meth:`poll` finds."""
@@ -176,120 +157,3 @@ def _end_process(child: int, parent: int) -> None:
         with suppress(ProcessLookupError, ChildProcessError):  # the script waits for all its children itself
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-
-
-# The process of its own ----------------------------------------------------------------------------------------------
-
-
-def _run_process(training: AuditedTraining, boards: tuple[int, int], orders: Connection, parent: int) -> None:
-    """Serve orders until there are no more."""
-    gc.freeze()
-    _leave_the_workers(parent)
-    replays: dict[str, StepReplay] = {}
-    # Before any step: what a script changes later is held against this.
-    settings, required = watch_settings(training.prepared), _required_gradients(training.prepared)
-    while True:
-        started = time.process_time()
-        try:
-            order = decode(orders.recv_bytes())
-        except (EOFError, OSError):
-            os._exit(0)
-        try:
-            settings[order.objective].write_values(order.settings)
-            verdict = _replay(training, boards, order, replays, required)
-        except PolylaneError as refused:
-            verdict = StepVerdict(order.step + 1, refusal=str(refused))
-        except Exception as error:  # of the user's own code, in a process where it never ran before
-            verdict = StepVerdict(order.step + 1, refusal=f"{describe_error(error)}{_last_line(error)}")
-        verdict = replace(verdict, seconds=time.process_time() - started)
-        try:
-            orders.send_bytes(encode(verdict))
-        except OSError:
-            os._exit(0)
-
-
-def _leave_the_workers(parent: int) -> None:
-    """Become a process that is nobody's worker: without ranks, output, or a claim on a core."""
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(parent)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    for name in RANK_VARIABLES:
-        os.environ.pop(name, None)
-    _forget_process_group()
-    _reopen_files()
-    os.nice(NICENESS)
-    with suppress(OSError):  # where memory runs out, it goes first
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    torch.set_num_threads(1)
-
-
-def _reopen_files() -> None:
-    """Have places of one's own in the files that are read: a data set reads from the same ones in the training."""
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with suppress(OSError):  # the folder's own, which is closed by now; a pipe, a socket
-            descriptor = int(name)
-            is_read_only = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-            if is_read_only and stat.S_ISREG(os.fstat(descriptor).st_mode):
-                offset, new_descriptor = (
-                    os.lseek(descriptor, 0, os.SEEK_CUR),
-                    os.open(f"/proc/self/fd/{name}", os.O_RDONLY),
-                )
-                os.lseek(new_descriptor, offset, os.SEEK_SET)
-                os.dup2(new_descriptor, descriptor)
-                os.close(new_descriptor)
-
-
-def _forget_process_group() -> None:
-    """Let ``torch.distributed`` say that it is not initialised: this copy of a group must never be used."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        dist.distributed_c10d._update_default_pg(None)
-
-
-def _replay(
-    training: AuditedTraining,
-    boards: tuple[int, int],
-    order: StepOrder,
-    replays: dict[str, StepReplay],
-    required: Mapping[str, bool],
-) -> StepVerdict:
-    prepared = training.prepared
-    if is_on_meta(prepared.model):  # the values come with every order
-        materialize(prepared.model, prepared.init, training.seed, torch.device("cpu"), lambda name, tensor: tensor)
-    if order.objective not in replays:
-        replays[order.objective] = StepReplay(
-            prepared,
-            order.objective,
-            training.clip_norm,
-            training.seed,
-            training.tolerance,
-            training.example,
-            required,
-        )
-    if order.leaves is not None:
-        batch = flatten(training.example)[1](list(order.leaves))
-    else:
-        assert training.read_batch is not None
-        batch = training.read_batch(order.epoch, order.samples)
-    old_state, new_state = (
-        BoardReader(board, state) for board, state in zip(boards, (order.before, order.after), strict=True)
-    )
-    replay = replays[order.objective]
-    if order.step == 0 and training.begins_as_built and (name := replay.find_other_start(old_state)):
-        return StepVerdict(1, difference=f"before step 1 {name} is not what it was in the model that was built")
-    return replay.replay(order.step, batch, order.loss, old_state, new_state)
-
-
-def _required_gradients(prepared: CompiledTraining) -> dict[str, bool]:
-    """Return, for each parameter, whether it requires a gradient now, before any step."""
-    return {name: p.requires_grad for name, p in named_parameters(prepared.model, prepared.losses)}
-
-
-def _last_line(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""

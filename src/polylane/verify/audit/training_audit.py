@@ -37,7 +37,7 @@ from polylane.runtime.workers.world import affine_cores
 from polylane.verify.audit.audit_report import AuditReport
 from polylane.verify.audit.audit_settings import watch_settings
 from polylane.verify.audit.audit_start import AuditStart
-from polylane.verify.audit.auditor import StepOrder
+from polylane.verify.audit.auditor_process import StepOrder
 from polylane.verify.audit.schedule import AuditSchedule
 from polylane.verify.audit.step_replay import StepVerdict
 
@@ -124,7 +124,7 @@ class TrainingAudit:
         self._awaits_verdict = False  # the same on all workers
         self._verdicts: list[StepVerdict] = []
         self._audits = Counter[str]()  # by objective; those that have made steps
-        self._settings = {} if start.prepared is None else watch_settings(start.prepared)
+        self._settings = {} if start.prepared is None else watch_settings(start.prepared, start.is_built_again)
         self._under_way: tuple[str, Position, _Given, BoardRecord] | None = None
         self._structure = batch_structure(start.example) if job.world.rank == 0 else None
         if not self._note:
