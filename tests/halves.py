@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from polylane.graph.graph import Graph
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.partition import Partition, cut_positions
-from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.stage_code import extract_stage
 from polylane.runtime.pipeline.stage_runner import StageRunner

@@ -18,10 +18,10 @@ from polylane.cost.memory.saved_by_operators import trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
 from polylane.graph.batch import flatten
 from polylane.graph.capture.capture import capture
+from polylane.graph.capture.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.graph import Graph
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.partition import Partition
-from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
-from polylane.graph.sample_slice import SampleSlice
 from polylane.plan.recompute import RecomputeRule
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.stage_code import extract_stage

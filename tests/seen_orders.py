@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from polylane.graph.batch import sample_count
-from polylane.graph.capture.export import Loss, ModelWithLoss, format_line, reason_of
+from polylane.graph.capture.export import Loss, ModelWithLoss
 from polylane.graph.capture.self_check import resize_batch
 from polylane.graph.graph import Graph, Node
+from polylane.graph.nodes.user_lines import format_line, reason_of
 from polylane.graph.rounding_noise import TRIES
 from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.derivation import derive_composition

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.setting import Row, Setting
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.counter_rng import keep_mask, normal, random_bits, uniform
 from polylane.graph.operators.keyed_random import dropout
-from polylane.graph.sample_slice import SampleSlice
 
 EXTREMES = (0, 1, -1, 2**31 - 1, -(2**31), 0x7FEB352D, 0x846CA68B - (1 << 32), 12345)
 

@@ -23,7 +23,7 @@ from polylane.cost.stage_cost import add_halving, sum_passes
 from polylane.cost.task_lanes import TaskBuilder
 from polylane.cost.weight_halves import HALVING_TRAVERSALS
 from polylane.graph.batch import cast_leaves, flatten
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
 from polylane.program.lower import lower

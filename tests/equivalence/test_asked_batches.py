@@ -118,8 +118,8 @@ def test_a_question_of_a_later_batch_to_samples_that_are_elsewhere_is_refused_in
 
     def train(job: Job) -> str:
         try:
-            # The third batch is the first that workers read in parts.
-            sizes = [6] * 8 + [8] * 4
+            # The second batch is the first that workers read in parts.
+            sizes = [6] * 4 + [8] * 4
             data = [(torch.zeros(size, dtype=torch.float64), torch.tensor(0)) for size in sizes]
             for batch in job.batches(data, 4, shuffle=False):
                 job.step(batch)

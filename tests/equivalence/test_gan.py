@@ -17,7 +17,7 @@ from models import EXAMPLES
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.graph.batch import split_bounds
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.workers.fork import fork_workers

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import covering
 from polylane.graph.capture.capture import capture
-from polylane.graph.capture.questions.asked_draws import AskedDraw, StepDraws, draws_replayed
+from polylane.graph.readings.asked_draws import AskedDraw, StepDraws, draws_replayed
 from training import adamw, assert_same, batch_of, classify, plainly, trained
 
 LAYERS, STEPS, RATE = 2, 3, 0.4

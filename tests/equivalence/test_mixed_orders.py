@@ -18,7 +18,7 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.plan.order import check_order, check_order_runs, format_order
 from polylane.plan.plan import Plan
 from polylane.schedule.action import Action, ActionKind

@@ -17,8 +17,8 @@ from polylane.graph.capture.capture import capture
 from polylane.graph.capture.export import ModelWithLoss
 from polylane.graph.capture.self_check import run_code, tensors_by_role
 from polylane.graph.graph import Graph
-from polylane.graph.precision import UnderSetting
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.facts import UnderSetting
+from polylane.graph.nodes.sample_slice import SampleSlice
 
 SIZES = (1, 2, 3, 5, 7)
 

@@ -25,8 +25,8 @@ from polylane.graph.capture.capture import capture
 from polylane.graph.capture.export import ModelWithLoss
 from polylane.graph.capture.self_check import placeholder_value, tensors_by_role
 from polylane.graph.graph import Code, Graph, Node
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.partition import SLACK, Partition, align_partition, balance_stages, cut_positions
-from polylane.graph.sample_slice import SampleSlice
 from polylane.recipe import Mean
 from synthetic import node_seconds
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.placement.operator_view import ViewSizes, make_call, with_neighbour_cuts
 from polylane.placement.overlap import finish, overlap_redistributions
 from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Cuts, Placement, Shard, even_cuts, join_cuts

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from polylane.graph.batch import flatten
 from polylane.graph.capture.assign_keys import copy_python_call
 from polylane.graph.graph import Graph
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.placement.enumerate_strategies import StrategyOptions, enumerate_strategies
 from polylane.placement.operator_view import OperatorView, TensorKey, tensor_key, view_operators
 from polylane.placement.placement import REPLICATE, Placement, Replicate, Shard, gradient_placement

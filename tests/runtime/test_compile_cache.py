@@ -43,7 +43,7 @@ CHECKS = {
     "graph/batch_checks.py",  # one number of samples in all tensors
     "graph/python_state/captured_settings.py",  # what a script has changed of the model
     "graph/python_state/watched_values.py",
-    "graph/operators/sample_lists.py",  # lists with an entry for each sample
+    "graph/sample_lists.py",  # lists with an entry for each sample
     "runtime/data/batch_checks.py",  # all workers have read the same
     "runtime/data/read_digest.py",
     "runtime/sync/required_gradients.py",  # what was frozen or unfrozen

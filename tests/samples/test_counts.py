@@ -24,8 +24,8 @@ from polylane.graph.capture.capture import capture
 from polylane.graph.capture.export import ModelWithLoss
 from polylane.graph.capture.self_check import run_code, tensors_by_role
 from polylane.graph.graph import Graph
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.whole_batch_counts import statistics_of
-from polylane.graph.sample_slice import SampleSlice
 from polylane.recipe import Mean
 from polylane.samples.batch_division import loss_couples_samples
 from polylane.samples.batch_statistics import BatchStatistics, CountingReplicas

@@ -14,7 +14,7 @@ from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import Objective
 from polylane.compile.training_problem import TrainingProblem
 from polylane.graph.batch import flatten
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.verify.keyed_draws import DrawsDiffer, KeyedDraws, list_draws
 from polylane.verify.whole_graph import run_graph

@@ -24,11 +24,11 @@ from polylane.compile.training_problem import TrainingProblem
 from polylane.graph.batch import count_parts, flatten, sampled_leaves
 from polylane.graph.capture.export import Loss
 from polylane.graph.capture.open_dimensions import Opening
-from polylane.graph.capture.questions.asked_draws import StepDraws
-from polylane.graph.capture.questions.readings import ask_batches
 from polylane.graph.graph import Graph
 from polylane.graph.parameter_pieces import find_parameter_pieces
 from polylane.graph.partition import Partition, align_partition
+from polylane.graph.readings.asked_draws import StepDraws
+from polylane.graph.readings.batch_readings import ask_batches
 from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan

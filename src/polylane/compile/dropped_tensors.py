@@ -8,9 +8,9 @@ from polylane.cost.memory.recompute_budget import dropped_on_stages
 from polylane.cost.memory.saved_by_operators import saved_on_rank, trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
 from polylane.errors import PolylaneError
+from polylane.graph.capture.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
-from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.plan.local_samples import local_samples
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import NONE

@@ -23,11 +23,11 @@ from polylane.graph.batch import Rebuild, clone_leaves, flatten, sample_count
 from polylane.graph.batch_checks import refuse_undividable
 from polylane.graph.capture.export import Loss, python_kept
 from polylane.graph.capture.python.log_statements import split_log_statements
-from polylane.graph.capture.questions.readings import are_answered
 from polylane.graph.capture.self_check import take_what_runs
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
 from polylane.graph.python_state.compiler import describe_left_out, without_compiler
+from polylane.graph.readings.batch_readings import are_answered
 from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.plan.plan import Plan
 from polylane.planner.problem import CapturedProblem

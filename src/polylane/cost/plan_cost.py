@@ -26,8 +26,8 @@ from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.shard_traffic import ShardTraffic, ShardTrafficSeconds, exposed_seconds
 from polylane.cost.stage_cost import PassCosts, StageCosts, add_recomputation, sum_passes
 from polylane.cost.state_sharding import StateSharding
+from polylane.graph.capture.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.partition import Partition
-from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.sparse_gradients import gradient_sizes
 from polylane.plan.lanes import stage_graph_of
 from polylane.plan.local_samples import local_samples

@@ -19,9 +19,9 @@ from polylane.cost.memory.saved_by_operators import saved_on_rank, trace_saved_t
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
 from polylane.cost.operators.training_options import Recompute
 from polylane.cost.weight_halves import HALVING_TRAVERSALS, kept_bytes
+from polylane.graph.capture.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.cut_points import block_positions, crossing_bytes
 from polylane.graph.graph import Graph
-from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.placement.operator_view import OperatorView
 from polylane.placement.rewrite import AxisSplit
 from polylane.placement.strategy import OperatorCall

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polylane.errors import PolylaneError
-from polylane.graph.operators.sample_lists import SampleList, group_samples, ungroup_samples
+from polylane.graph.sample_lists import SampleList, group_samples, ungroup_samples
 
 Rebuild = Callable[[Sequence[Any]], Any]
 
@@ -22,7 +22,7 @@ def flatten(batch: Any) -> tuple[list[Any], Rebuild]:
 
     Mappings (Hugging Face's BatchEncoding too), sequences, named tuples, dataclasses and records (torch_geometric's
     Data, see :func:`_is_record`) are nested, and lists with an entry for each sample are one leaf
-    (:mod:`polylane.graph.operators.sample_lists`); all else is a leaf.
+    (:mod:`polylane.graph.sample_lists`); all else is a leaf.
     """
     leaves, rebuild = flatten_nested(group_samples(batch))
     if not any(isinstance(leaf, SampleList) for leaf in leaves):

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, leaf_names
-from polylane.graph.operators.sample_lists import group_samples, is_sample_list
+from polylane.graph.sample_lists import group_samples, is_sample_list
 
 _LAYOUTS = {
     "sparse": "give it dense, or its indices and values as tensors of their own",

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from polylane.graph.capture.questions.readings import Reading
     from polylane.graph.open_sizes import OpenSizes
     from polylane.graph.python_state.side_effects import SideEffects
+    from polylane.graph.readings.batch_readings import Reading
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from polylane.graph.batch import cast_tensor
-from polylane.graph.capture.functionalize import cast_value
-from polylane.graph.capture.inline import op_name
 from polylane.graph.flops import shape_of
 from polylane.graph.graph import Graph
 from polylane.graph.interpreter import GraphInterpreter
+from polylane.graph.nodes.facts import UnderSetting, cast_value, op_name
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.python_state.moved_module import data_replaced
 from polylane.graph.python_state.random_generators import generator_states, restore_generators
-from polylane.graph.sample_slice import SampleSlice
 
 # What each lower dtype becomes for verification; integers and double precision are unchanged.
 PROMOTED = {
@@ -39,23 +38,6 @@ FROM_NUMBERS = (
 
 # Types of arguments with nothing inside.
 _LEAVES = {Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device}
-
-
-class UnderSetting:
-    """An operator that runs under a setting of its own (autocast, float64, joint gradients)."""
-
-    __module__ = "polylane"
-
-    def __init__(self, target: Callable[..., Any]) -> None:
-        self.target = target
-        self.__name__ = str(getattr(target, "__name__", target)).replace(".", "_")
-
-
-def unwrap_settings(target: Any) -> Any:
-    """Return an operator without the settings that it runs under."""
-    while isinstance(target, UnderSetting):
-        target = target.target
-    return target
 
 
 class InAutocast(UnderSetting):

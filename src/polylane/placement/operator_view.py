@@ -14,13 +14,11 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from polylane.errors import PolylaneError, format_plural
-from polylane.graph.capture.aliasing import written_arguments
-from polylane.graph.capture.functionalize import find_operator
-from polylane.graph.capture.inline import op_name
 from polylane.graph.graph import Graph
 from polylane.graph.interpreter import map_nested
+from polylane.graph.nodes.facts import bind_arguments, operator_name
+from polylane.graph.nodes.memory import written_arguments
 from polylane.graph.operators.whole_batch_counts import WholeSize
-from polylane.graph.precision import unwrap_settings
 from polylane.graph.symbolic_sizes import (
     ConcreteSizes,
     SymbolicSize,
@@ -35,8 +33,6 @@ from polylane.placement.strategy import OperatorCall, Place, TensorValue
 # Operators that change only a tensor's shape, and the argument that gives the new shape.
 _REFORMS = {"_unsafe_view": "size", "reshape": "shape", "view": "size"}
 
-# A schema's default dtype is torch's own number of it (c10/core/ScalarType.h); the only default in use is int64.
-_DTYPES = {4: torch.int64}
 
 # A tensor of the graph: the name of its node (a placeholder or an operator), and its index among the node's tensors.
 TensorKey = tuple[str, int]
@@ -273,48 +269,6 @@ def _require_samples(node: fx.Node, call: OperatorCall, samples: int) -> None:
             f"the model does not compute with {format_plural(samples, 'sample')} at a time: {node_name(node)} makes "
             f"{tuple(form)} of {call.inputs[0].shape}; is the number of samples written into it?"
         )
-
-
-def bind_arguments(node: fx.Node) -> tuple[int, dict[str, Any], list[str]]:
-    """Bind a node's arguments to the names in torch's schema.
-
-    Returns:
-        The number of leading arguments that are not torch's, all others by name, and the names that are positional.
-    """
-    function, args, kwargs = find_operator(operator_name(node)), node.args, node.kwargs
-    if function is None:
-        return 0, {**{f"#{i}": a for i, a in enumerate(args)}, **kwargs}, [f"#{i}" for i in range(len(args))]
-    # Keyed operators take no generator: torch lets some of its own have one by position.
-    schema = function._schema.arguments
-    names = [a.name for a in schema if not a.kwarg_only and a.name != "generator"]
-    # Polylane's stand-ins for torch's operators take arguments of their own first; torch's operators do not.
-    prefix = 0 if isinstance(unwrap_settings(node.target), torch._ops.OpOverload) else _count_leading_arguments(node)
-    arguments = dict(zip(names, args[prefix:], strict=False))
-    result = {a.name: arguments.get(a.name, kwargs.get(a.name, _default_value(a))) for a in schema}
-    return prefix, {**result, **{k: v for k, v in kwargs.items() if k not in result}}, names
-
-
-def _default_value(argument: Any) -> Any:
-    """Return an argument's default; a schema has torch's own number for a dtype, which Python does not know."""
-    is_dtype = argument.name == "dtype" and isinstance(argument.default_value, int)
-    return _DTYPES[argument.default_value] if is_dtype else argument.default_value
-
-
-def _count_leading_arguments(node: fx.Node) -> int:
-    """Return the number of leading arguments: the sample slice, for keyed operators also salt and batch dimension."""
-    target = unwrap_settings(node.target)
-    return 1 if getattr(target, "__name__", "") == "batch_norm" else 3
-
-
-def operator_name(node: fx.Node) -> str:
-    """Return "aten.linear.default"; for a stand-in of polylane's own, the name of the operator that capture saw."""
-    return str(node.meta.get("op") or op_name(node))
-
-
-def base_name(node: fx.Node) -> str:
-    """Return the name of an aten operator without library and overload, "linear"; "" for any other node."""
-    name = operator_name(node)
-    return name.split(".")[1] if name.startswith("aten.") else ""
 
 
 def make_call(

@@ -10,20 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.graph.capture.aliasing import written_arguments
 from polylane.graph.interpreter import map_nested
+from polylane.graph.nodes.facts import bind_arguments, operator_name
+from polylane.graph.nodes.memory import written_arguments
 from polylane.graph.operators.whole_batch_counts import BatchSize
 from polylane.graph.symbolic_sizes import SymbolicSize
 from polylane.placement.kernels.joint_gradients import joint_gradients
-from polylane.placement.operator_view import (
-    TensorKey,
-    ViewSizes,
-    bind_arguments,
-    is_alias,
-    node_name,
-    operator_name,
-    tensor_key,
-)
+from polylane.placement.operator_view import TensorKey, ViewSizes, is_alias, node_name, tensor_key
 from polylane.placement.placement import REPLICATE, Placement, shard_same_dim
 from polylane.placement.redistribute import Redistribute, collective_name, gradient_ends
 from polylane.placement.strategy import OperatorCall, RankCall, Strategy

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.sized_values import SizedValue
 from polylane.graph.symbolic_sizes import SymbolicSize
 from polylane.graph.traced_sizes import TracedSize

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.graph.precision import unwrap_settings
+from polylane.graph.nodes.facts import unwrap_settings
 from polylane.placement.redistribute import Redistribute, collective_name, gradient_ends
 from polylane.placement.weight_formulas import WeightFormula, find_formula
 

@@ -15,14 +15,14 @@ from torch import Tensor, fx, nn
 from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.cost.operators.profile import Both
 from polylane.graph.batch import sample_count, to_device
-from polylane.graph.capture.aliasing import written_arguments
 from polylane.graph.capture.export import Loss, ModelWithLoss, model_restored
 from polylane.graph.capture.self_check import placeholder_value, tensors_by_role
 from polylane.graph.graph import Graph
+from polylane.graph.nodes.memory import written_arguments
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.device_arguments import copy_to_device
 from polylane.graph.operators.keyed_random import KEYED
 from polylane.graph.python_state.moved_module import moved_module
-from polylane.graph.sample_slice import SampleSlice
 
 REPEATS = 3
 

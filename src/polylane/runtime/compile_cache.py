@@ -12,7 +12,7 @@ for, run it if nothing differs, else recompile. The least recently used forms ar
     + number of samples, open sizes               fitted program          fit_to_samples     SIZES_KEPT
 
 A graph that was captured for a batch's answers to what the loss asks of it
-(:mod:`polylane.graph.capture.questions.readings`) is found by asking every batch of its form the same questions.
+(:mod:`polylane.graph.readings.batch_readings`) is found by asking every batch of its form the same questions.
 
 A size that differs from the example's is left open in the capture that it causes (:mod:`polylane.graph.open_sizes`), as
 ``torch.compile`` does: the graph then serves other sizes too, so far as its guards admit them. A batch that no graph
@@ -34,11 +34,11 @@ from polylane.compile.sample_shares import Batch, BatchForm
 from polylane.errors import PolylaneError
 from polylane.graph.batch import CarriedLeaves, clone_leaves
 from polylane.graph.capture.open_dimensions import NotOpened, Opening
-from polylane.graph.capture.questions.asked_draws import StepDraws
-from polylane.graph.capture.questions.readings import answer_alike, are_answered, ask_batches, refuse_part
 from polylane.graph.partition import Partition
 from polylane.graph.python_state.captured_settings import CapturedSettings
 from polylane.graph.python_state.side_effects import SideEffects
+from polylane.graph.readings.asked_draws import StepDraws
+from polylane.graph.readings.batch_readings import answer_alike, are_answered, ask_batches, refuse_part
 from polylane.program.program import Program
 from polylane.runtime.data.batch_forms import BatchForms, capture_of_few, without_sizes
 from polylane.runtime.program_binder import BoundProgram, CacheKey, ProgramBinder

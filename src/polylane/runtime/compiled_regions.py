@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from polylane.errors import PolylaneError
-from polylane.graph.capture.export import reason_of
+from polylane.graph.nodes.user_lines import reason_of
 
 BACKEND = "inductor"  # of torch.compile
 

@@ -14,9 +14,9 @@ from polylane.compile.sample_shares import SampleShare, compute_shares
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import PolylaneError
 from polylane.graph.batch import to_device
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.python_context import running_as_slice
 from polylane.graph.python_state.gradient_hooks import GradientHooks, OwnHook, hooked_names
-from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.data import loader as data
 from polylane.runtime.data.read_trial import ReadTrials
 from polylane.runtime.parameters import broadcast as weights

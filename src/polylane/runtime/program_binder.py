@@ -16,9 +16,9 @@ from polylane.errors import PolylaneError, format_plural
 from polylane.graph.batch import flatten, to_device
 from polylane.graph.capture.export import python_kept
 from polylane.graph.capture.open_dimensions import Opening
-from polylane.graph.capture.questions.asked_draws import StepDraws
 from polylane.graph.partition import Partition
 from polylane.graph.python_state.moved_module import joined_modules
+from polylane.graph.readings.asked_draws import StepDraws
 from polylane.plan.lanes import stage_graph_of
 from polylane.program.program import Program
 from polylane.runtime.connections.connections import Connections

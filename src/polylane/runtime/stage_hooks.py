@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, fx
 
 from polylane.errors import PolylaneError
-from polylane.graph.capture.export import format_line
 from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.graph import Node
-from polylane.graph.precision import unwrap_settings
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.facts import unwrap_settings
+from polylane.graph.nodes.sample_slice import SampleSlice
+from polylane.graph.nodes.user_lines import format_line
 from polylane.runtime.pipeline.sample_witness import WitnessedCall, record_call, record_gradients
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.observe.timeline import Span, Timeline
 from polylane.program.program import Program
 from polylane.runtime.pipeline.batch_tables import BatchTables

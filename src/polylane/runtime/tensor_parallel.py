@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from polylane.graph.operators.sample_lists import SampleList
+from polylane.graph.sample_lists import SampleList
 from polylane.placement.redistribute import Axis
 from polylane.runtime.plain_data.serialization import decode, encode
 from polylane.runtime.span_clock import CollectiveWaits

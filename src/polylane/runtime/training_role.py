@@ -21,8 +21,8 @@ from polylane.compile.optimizer_sequence import as_given
 from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_shares
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import ActionFailed
-from polylane.graph.capture.questions.asked_draws import StepDraws
 from polylane.graph.python_state.gradient_hooks import GradientHooks
+from polylane.graph.readings.asked_draws import StepDraws
 from polylane.graph.sparse_gradients import densify
 from polylane.observe.timeline import Span
 from polylane.program.program import Program

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from polylane.errors import PolylaneError
-from polylane.graph.capture.export import format_line
 from polylane.graph.capture.open_dimensions import NotOpened, bind_sizes, sizes_to_try
 from polylane.graph.graph import Graph, Node
+from polylane.graph.nodes.user_lines import format_line
 from polylane.graph.python_state.module_paths import is_inside
 from polylane.plan.plan import Plan
 from polylane.plan.spec import TURNS, Spec

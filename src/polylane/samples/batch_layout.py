@@ -8,8 +8,8 @@ from enum import StrEnum
 
 from torch import Tensor, fx
 
-from polylane.graph.capture.export import format_line
 from polylane.graph.graph import Graph, Node
+from polylane.graph.nodes.user_lines import format_line
 from polylane.graph.partition import Partition
 
 

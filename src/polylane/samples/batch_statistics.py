@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from polylane.graph.interpreter import GraphInterpreter, find_ancestors
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.whole_batch_counts import BatchSize, CombineParts, WholeBatchStatistic, statistics_of
-from polylane.graph.sample_slice import SampleSlice
 
 # Role of a placeholder: its kind ("input", "buffer", ...), and its name or index.
 Role = tuple[str, Any]

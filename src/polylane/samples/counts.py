@@ -23,14 +23,13 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from polylane.graph.capture.capture import capture
-from polylane.graph.capture.describe_nodes import describe_node, name_without_number
+from polylane.graph.capture.describe_nodes import describe_node
 from polylane.graph.capture.export import Loss
-from polylane.graph.capture.inline import op_name
 from polylane.graph.graph import Graph
+from polylane.graph.nodes.facts import base_name, bind_arguments, op_name, unwrap_settings
+from polylane.graph.nodes.names import name_without_number
 from polylane.graph.operators.whole_batch_counts import BatchShare, CombineParts, WholeBatchStatistic, WholeSize
-from polylane.graph.precision import unwrap_settings
 from polylane.graph.symbolic_sizes import SymbolicSize, data_dependent_symbols
-from polylane.placement.operator_view import base_name, bind_arguments
 from polylane.placement.rules.loss import ELEMENTWISE
 from polylane.placement.rules.vocabulary import MEAN, NONE, SUM
 from polylane.samples.derivation import Derivation, derive_composition

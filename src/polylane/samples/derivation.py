@@ -18,13 +18,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from polylane.graph.capture.aliasing import written_arguments
 from polylane.graph.graph import Graph, Node
 from polylane.graph.interpreter import find_ancestors
+from polylane.graph.nodes.facts import base_name, unwrap_settings
+from polylane.graph.nodes.memory import written_arguments
 from polylane.graph.operators.sync_batch_norm import batch_norm
-from polylane.graph.precision import unwrap_settings
 from polylane.graph.symbolic_sizes import is_dynamic
-from polylane.placement.operator_view import base_name
 from polylane.placement.placement import REPLICATE, Replicate, Shard
 from polylane.placement.rules.registry import rule_of
 from polylane.samples.autograd.autograd_functions import prove_function, trace_joins_samples

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polylane.graph.capture.assign_keys import PythonOnSlice
 from polylane.graph.graph import Graph
-from polylane.graph.precision import unwrap_settings
+from polylane.graph.nodes.facts import unwrap_settings
 from polylane.graph.python_state.run_watch import SideEffect
 
 

@@ -17,8 +17,8 @@ from polylane.errors import PolylaneError, format_plural
 from polylane.graph.batch import clone_leaves, count_parts, sample_count, take_first_samples
 from polylane.graph.capture.export import Loss
 from polylane.graph.graph import Graph
+from polylane.graph.nodes.facts import unwrap_settings
 from polylane.graph.operators.sync_batch_norm import VALUES, batch_norm
-from polylane.graph.precision import unwrap_settings
 from polylane.graph.symbolic_sizes import size_function
 from polylane.plan.plan import Plan
 from polylane.plan.spec import TURNS, Spec, default_microbatches

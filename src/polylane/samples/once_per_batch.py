@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 
 from torch import fx
 
-from polylane.graph.capture.aliasing import alias_groups, written_arguments
+from polylane.graph.nodes.memory import alias_groups, written_arguments
 from polylane.graph.operators.whole_batch_counts import CombineParts, WholeBatchStatistic
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from polylane.graph.capture.assign_keys import copy_python_call
-from polylane.graph.operators.sample_lists import SampleList
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.precision import PROMOTED, Promoted
 from polylane.graph.rounding_noise import MARGIN, TRIES, max_magnitude, nudge_fractions, nudge_values, rounding_floor
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.sample_lists import SampleList
 from polylane.graph.sparse_gradients import densify
 from polylane.samples.autograd.function_trace import compute_gradients
 from polylane.samples.split_runs import TOLERANCE, WithoutRandomness, equal_within

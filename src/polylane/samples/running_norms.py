@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from polylane.errors import PolylaneError
-from polylane.graph.capture.aliasing import written_arguments
+from polylane.graph.nodes.facts import base_name, unwrap_settings
+from polylane.graph.nodes.memory import written_arguments
 from polylane.graph.operators.sync_batch_norm import batch_norm
-from polylane.graph.precision import unwrap_settings
-from polylane.placement.operator_view import base_name
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import fx
 from polylane.errors import format_plural
 from polylane.graph.capture.assign_keys import draws_by_sample, is_drawn_by_slice
 from polylane.graph.graph import Code, Graph
+from polylane.graph.nodes.facts import unwrap_settings
 from polylane.graph.operators.sync_batch_norm import batch_norm
-from polylane.graph.precision import unwrap_settings
 
 NAMED = 2  # modules that a sentence names
 

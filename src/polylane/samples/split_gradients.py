@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, fx
 
 from polylane.graph.capture.assign_keys import PythonOnSlice, copy_python_call
-from polylane.graph.capture.functionalize import is_unfilled
 from polylane.graph.capture.python.python_operators import FunctionCall
 from polylane.graph.capture.self_check import placeholder_value
 from polylane.graph.flops import tensors_of
 from polylane.graph.graph import Graph, Node
 from polylane.graph.interpreter import GraphInterpreter
+from polylane.graph.nodes.facts import is_unfilled, unwrap_settings
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.whole_batch_counts import WholeBatchStatistic
-from polylane.graph.precision import Promoted, unwrap_settings
+from polylane.graph.precision import Promoted
 from polylane.graph.rounding_noise import MARGIN, max_magnitude, rounding_floor
-from polylane.graph.sample_slice import SampleSlice
 from polylane.graph.sparse_gradients import densify
 from polylane.samples.autograd.function_trace import compute_gradients
 from polylane.samples.batch_layout import describe_place

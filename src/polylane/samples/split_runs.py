@@ -17,18 +17,19 @@ from torch.overrides import TorchFunctionMode
 
 from polylane.graph.batch import cast_leaves, sample_count, take_samples
 from polylane.graph.capture.assign_keys import PythonOnSlice, copy_python_call
-from polylane.graph.capture.export import ModelWithLoss, format_line, python_kept, reason_of
-from polylane.graph.capture.functionalize import is_unfilled
+from polylane.graph.capture.export import ModelWithLoss, python_kept
 from polylane.graph.capture.self_check import Tables, placeholder_value, resize_batch, tensors_by_role
 from polylane.graph.flops import tensors_of
 from polylane.graph.graph import Graph, Node
 from polylane.graph.interpreter import GraphInterpreter
+from polylane.graph.nodes.facts import is_unfilled, unwrap_settings
+from polylane.graph.nodes.sample_slice import SampleSlice
+from polylane.graph.nodes.user_lines import format_line, reason_of
 from polylane.graph.operators.sync_batch_norm import batch_norm
 from polylane.graph.operators.whole_batch_counts import WholeBatchStatistic
-from polylane.graph.precision import PROMOTED, Promoted, unwrap_settings
+from polylane.graph.precision import PROMOTED, Promoted
 from polylane.graph.python_state.ended_threads import wait_gone
 from polylane.graph.rounding_noise import MARGIN, max_magnitude, nudge_fractions, nudge_values, rounding_floor
-from polylane.graph.sample_slice import SampleSlice
 
 T = TypeVar("T")
 

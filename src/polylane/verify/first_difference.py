@@ -14,10 +14,10 @@ from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.graph.batch import clone_leaves, flatten, sample_count, sampled_leaves, split_bounds, take_samples
-from polylane.graph.capture.functionalize import is_unfilled
 from polylane.graph.graph import Node
+from polylane.graph.nodes.facts import is_unfilled
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.rounding_noise import TRIES, nudge_values, rounding_floor
-from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.placement import gradient_placement
 from polylane.plan.sync import SUM
 from polylane.runtime.workers.fork import fork_workers

@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from polylane.errors import PolylaneError
 from polylane.graph.capture.assign_keys import KeyedInPlace, is_random
 from polylane.graph.graph import Code
+from polylane.graph.nodes.facts import unwrap_settings
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.counter_rng import keep_mask
 from polylane.graph.operators.keyed_random import KEYED
 from polylane.graph.operators.packed_recurrent import PackedRecurrent
-from polylane.graph.precision import unwrap_settings
-from polylane.graph.sample_slice import SampleSlice
 
 _MASKED = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "scaled_dot_product_attention")
 _BY_CHANNEL = ("feature_dropout", "feature_alpha_dropout")

@@ -15,9 +15,9 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters
 from polylane.graph.batch import CarriedLeaves, batch_structure, flatten
 from polylane.graph.capture.export import snapshot_model
-from polylane.graph.capture.questions.asked_draws import StepDraws
-from polylane.graph.capture.questions.readings import are_answered
 from polylane.graph.partition import Partition
+from polylane.graph.readings.asked_draws import StepDraws
+from polylane.graph.readings.batch_readings import are_answered
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.verify.rounding_floor import RoundingFloors
 from polylane.verify.training_state import TrainingState

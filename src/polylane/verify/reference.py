@@ -22,10 +22,10 @@ from polylane.graph.batch import (
     take_samples,
 )
 from polylane.graph.capture.export import Loss, ModelWithLoss, snapshot_model
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.precision import Promoted
 from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.rounding_noise import TRIES, nudge_values
-from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.parameters.optimizer import set_optimizer_mode, step_optimizer, step_scheduler
 from polylane.samples.batch_statistics import needs_batch_counts

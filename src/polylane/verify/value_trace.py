@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from polylane.compile.sample_shares import Batch
 from polylane.graph.interpreter import ObservingInterpreter
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.runtime.pipeline.bind_program import lower_programs
 from polylane.runtime.pipeline.stage_runner import StageRunner
 from polylane.runtime.stale_weights import allow_own_calls

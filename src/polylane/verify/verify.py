@@ -26,11 +26,11 @@ from polylane.errors import PolylaneError
 from polylane.graph.batch import cast_leaves, clone_leaves, flatten, sample_count
 from polylane.graph.capture.capture import refuse_failing_loss
 from polylane.graph.capture.export import model_restored
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.precision import cast_module, to_float64
 from polylane.graph.python_state.compiler import without_compiler
 from polylane.graph.python_state.module_copies import copy_module
 from polylane.graph.rounding_noise import nudge_values
-from polylane.graph.sample_slice import SampleSlice
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.runtime.parameters.materialize import is_on_meta, materialize

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from polylane.graph.batch import sampled_leaves
 from polylane.graph.graph import Code
 from polylane.graph.interpreter import find_ancestors
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.whole_batch_counts import BatchShare, WholeBatchStatistic, statistics_of
-from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.parameters.model_tensors import ModelTensors
 
 

@@ -16,9 +16,9 @@ from polylane.cost.memory.recompute_budget import StageBudget, dropped_on_stages
 from polylane.cost.memory.recompute_choice import SavedValues
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture
+from polylane.graph.capture.repeatable import NOTHING_DROPPED
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, cut_positions
-from polylane.graph.repeatable import NOTHING_DROPPED
 from recomputing import drop, predicted, trace
 from training import classify
 

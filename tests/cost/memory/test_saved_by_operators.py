@@ -25,7 +25,7 @@ from polylane.graph.capture.capture import capture
 from polylane.graph.capture.export import ModelWithLoss
 from polylane.graph.capture.self_check import placeholder_value, tensors_by_role
 from polylane.graph.graph import Graph
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 
 SAMPLES = 6
 

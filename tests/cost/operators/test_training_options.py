@@ -15,8 +15,8 @@ from polylane.cost.plan_cost import PlanCost
 from polylane.cost.predict import Prediction, predict
 from polylane.cost.shard_traffic import EXPOSED, ShardTrafficSeconds, exposed_seconds
 from polylane.cost.stage_cost import StageCosts
+from polylane.graph.capture.repeatable import NOTHING_DROPPED
 from polylane.graph.graph import Graph
-from polylane.graph.repeatable import NOTHING_DROPPED
 from polylane.observe.timeline import Span
 from polylane.plan.spec import Degrees
 from polylane.plan.spec import parse as spec_of

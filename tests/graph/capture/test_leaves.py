@@ -19,7 +19,7 @@ import models
 from polylane.graph.batch import flatten, take_samples
 from polylane.graph.capture.capture import capture
 from polylane.graph.capture.export import ModelWithLoss
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 
 
 class Whichever(nn.Module):

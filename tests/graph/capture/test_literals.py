@@ -13,8 +13,8 @@ from polylane.graph.batch import flatten
 from polylane.graph.capture.capture import capture
 from polylane.graph.capture.export import ModelWithLoss
 from polylane.graph.capture.self_check import run_code, tensors_by_role
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.precision import Promoted, default_float64
-from polylane.graph.sample_slice import SampleSlice
 
 # What exists before the code runs has the precision that it was given, also in float64.
 SCALAR, VECTOR = torch.tensor(0.1), torch.tensor([0.1, 1 / 3])

@@ -21,9 +21,9 @@ from polylane.graph.batch import flatten, split_bounds, take_samples
 from polylane.graph.capture.capture import capture
 from polylane.graph.capture.export import ModelWithLoss
 from polylane.graph.graph import Graph
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.counter_rng import keep_mask, normal, random_bits, salt_of, uniform
 from polylane.graph.operators.keyed_random import KEYED, attention, dropout
-from polylane.graph.sample_slice import SampleSlice
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.packed_recurrent import PackedRecurrent
-from polylane.graph.sample_slice import SampleSlice
 
 KINDS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN}
 LENGTHS = torch.tensor([2, 5, 1, 4, 5])

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from split_checks import check
 
 import covering
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.keyed_random import KEYED
-from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.placement import Shard
 from polylane.placement.strategy import Strategy
 

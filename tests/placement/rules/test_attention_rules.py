@@ -12,8 +12,8 @@ from split_checks import Ring as Shared
 from split_checks import ThreadAxis, call_for, check, graph_of, on_rank, on_threads, uneven
 
 import covering
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.keyed_random import attention as keyed
-from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.kernels.block_attention import (
     AttentionQueries,
     KeyValueBlock,

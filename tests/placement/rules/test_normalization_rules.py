@@ -13,8 +13,8 @@ from torch import Tensor
 
 import covering
 from polylane.errors import PolylaneError
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.sync_batch_norm import batch_norm
-from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.kernels.normalization import ShardedBatchNorm, ShardedLayerNorm, ShardedRmsNorm
 from polylane.placement.placement import Cuts, Shard, divide_cuts, even_cuts
 from polylane.placement.strategy import Strategy

@@ -14,9 +14,9 @@ from split_checks import check, join_cuts, uneven
 from torch import Tensor
 
 import covering
+from polylane.graph.nodes.sample_slice import SampleSlice, TensorRegion
 from polylane.graph.operators.counter_rng import random_bits
 from polylane.graph.operators.keyed_random import KEYED
-from polylane.graph.sample_slice import SampleSlice, TensorRegion
 from polylane.placement.kernels.random_region import RandomInRegion
 from polylane.placement.placement import PARTIAL, Cuts, Shard, even_cuts
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from split_checks import check, uneven
 
 import covering
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.keyed_random import KEYED
 from polylane.graph.operators.packed_recurrent import PackedRecurrent
-from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.placement import REPLICATE_PARTIAL_GRAD, Shard
 
 aten = torch.ops.aten

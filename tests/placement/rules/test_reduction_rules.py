@@ -13,7 +13,7 @@ from split_checks import Ring, ThreadAxis, check, join_cuts, on_threads, uneven
 from torch import Tensor, fx
 
 import covering
-from polylane.graph.precision import UnderSetting
+from polylane.graph.nodes.facts import UnderSetting
 from polylane.placement.kernels.reduction import PowerNorm, ShardedReduction, ShardedSoftmax
 from polylane.placement.operator_view import ViewSizes, make_call
 from polylane.placement.placement import PARTIAL, REPLICATE, Cuts, Replicate, Shard, even_cuts

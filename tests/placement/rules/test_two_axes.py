@@ -15,9 +15,9 @@ from torch import Tensor, fx
 from whole_graphs import on_mesh
 
 import covering
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.keyed_random import attention as dropped
 from polylane.graph.operators.sync_batch_norm import batch_norm
-from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.operator_view import with_neighbour_cuts
 from polylane.placement.placement import REPLICATE, Cuts, Shard
 from polylane.placement.rewrite import AxisSplit, rewrite

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from polylane.compile.sample_shares import Batch, SampleShare, compute_shares
 from polylane.errors import PolylaneError
-from polylane.runtime.data.loader import begin_epoch, load_batches, sample_order
+from polylane.runtime.data.loader import _find_own, begin_epoch, load_batches, sample_order
 from polylane.runtime.workers.fork import (  # loading processes leave a resource tracker behind: not in this process
     fork_workers,
 )
@@ -305,3 +305,14 @@ def test_wrapped_datasets_and_samplers_are_told_the_epoch() -> None:
     sampler = torch.utils.data.DistributedSampler(Counting(4), 2, 0)
     begin_epoch(DataLoader(second, batch_size=None, sampler=sampler), 5)
     assert (first.epoch, second.epoch, sampler.epoch) == (4, 5, 5)
+
+
+def test_what_all_read_whole_is_not_what_is_audited() -> None:
+    """Audits are at batches 1, 2, 4, 8, ... and the first of an epoch: there workers read as they mostly do."""
+
+    def find_whole(batches: int, start: int) -> list[int]:
+        parts = _find_own([[0, 1]] * batches, lambda samples: (SampleShare(0, 0, 1, 1),), start)
+        return [number for number, part in enumerate(parts, start + 1) if len(part) == 2]
+
+    assert find_whole(30, 0) == [1, 3, 6, 12, 24]
+    assert find_whole(4, 8) == [10, 12] and find_whole(1, 8) == [9] and find_whole(2, 1) == [3]

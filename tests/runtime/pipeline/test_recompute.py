@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import models
 from polylane.graph.batch import cast_leaves, flatten
 from polylane.graph.capture.capture import capture
+from polylane.graph.capture.repeatable import NOTHING_DROPPED, DroppedTensors, repeatable_nodes
 from polylane.graph.graph import Graph
-from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors, repeatable_nodes
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.runtime.pipeline.recompute import DroppedTensor
 from polylane.runtime.pipeline.stage_runner import find_failing_node
 from recomputing import SAMPLES, assert_equal, captured, drop, predicted, run_passes, seeded, stage_runner

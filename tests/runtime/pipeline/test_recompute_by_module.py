@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from polylane.cost.memory.recompute_budget import BudgetTooSmall, dropped_on_stages
 from polylane.cost.memory.recompute_choice import SavedValues
 from polylane.graph.capture.capture import capture
+from polylane.graph.capture.repeatable import NOTHING_DROPPED
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, cut_positions
 from polylane.graph.python_state.module_paths import is_inside
-from polylane.graph.repeatable import NOTHING_DROPPED
 from polylane.plan.recompute import RecomputeRule
 from recomputing import (
     SAMPLES,

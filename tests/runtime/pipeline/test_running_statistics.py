@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.sync_batch_norm import batch_norm
-from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.pipeline.running_statistics import Kept, RunningStatistics
 from polylane.samples.running_norms import RunningNorm
 

@@ -12,8 +12,8 @@ from polylane.compile.reshard import value_specs
 from polylane.compile.sample_shares import Batch
 from polylane.errors import ActionFailed
 from polylane.graph.capture.capture import capture
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.partition import Partition, cut_positions
-from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.executor import Executor

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import covering
 from halves import pipeline, take_gradients
 from polylane.graph.capture.capture import capture
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 
 SAMPLES = 4
 

@@ -19,8 +19,8 @@ from halves import Pipeline, interleavings, pipeline, take_gradients
 from polylane.cost.memory.allocation_meter import AllocationMeter, storage_id
 from polylane.graph.batch import cast_leaves, flatten
 from polylane.graph.capture.capture import capture
-from polylane.graph.precision import unwrap_settings
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.facts import unwrap_settings
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.placement.placement import REPLICATE
 from polylane.runtime.pipeline.defer_weights import defer_weight_gradients
 from polylane.runtime.pipeline.weight_gradients import DEFERRED, DeferredCall, DeferredGradients

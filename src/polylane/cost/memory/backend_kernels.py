@@ -17,10 +17,10 @@ from polylane.graph.capture.assign_keys import PythonOnSlice
 from polylane.graph.capture.export import ModelWithLoss
 from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.capture.python.python_operators import FunctionCall
+from polylane.graph.nodes.facts import UnderSetting, unwrap_settings
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.sync_batch_norm import SyncStatistics, batch_norm
-from polylane.graph.precision import UnderSetting, unwrap_settings
 from polylane.graph.python_state.module_copies import copy_module
-from polylane.graph.sample_slice import SampleSlice
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention
 _EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention

@@ -20,8 +20,8 @@ from polylane.cost.memory.gradient_flow import GradientFlow
 from polylane.cost.memory.intervals import Floats, Intervals, Ints, Range
 from polylane.cost.memory.recompute_choice import RepeatedPiece
 from polylane.cost.memory.saved_tensors import Key, SavedByOperator, SavedTensors
+from polylane.graph.capture.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.graph import Graph
-from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from polylane.cost.integer_program import IntegerProgram, Term
 from polylane.cost.memory.recompute_choice import SavedValues, crossing_values, drop_by_mode, union_of
 from polylane.cost.memory.saved_tensors import Key, SavedTensors
 from polylane.errors import PolylaneError
+from polylane.graph.capture.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.partition import Partition
-from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.plan.recompute import BUDGET, DEFAULT, NONE, RecomputeRule, budget_bytes, nodes_by_key
 
 # A device as good as any to weigh operators against each other: the choice must not depend on the one that computes

@@ -17,9 +17,9 @@ from torch import fx
 
 from polylane.cost.memory.attention_cores import find_attention_cores
 from polylane.cost.memory.saved_tensors import Key, SavedTensors
+from polylane.graph.capture.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.cut_points import block_positions
 from polylane.graph.graph import Graph
-from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 
 
 @dataclass(frozen=True)

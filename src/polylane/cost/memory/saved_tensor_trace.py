@@ -19,9 +19,9 @@ from polylane.cost.memory.operator_trial import GradientOrigin, OperatorTrial, O
 from polylane.cost.memory.saved_tensors import BackendSetting, Key, SavedByOperator, SavedTensors
 from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.capture.python.python_operators import FunctionCall
+from polylane.graph.capture.repeatable import repeatable_nodes
 from polylane.graph.interpreter import GraphInterpreter
-from polylane.graph.repeatable import repeatable_nodes
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.symbolic_sizes import ConcreteSizes, SymbolicSize
 
 # Operators that fake tensors do not fully show run on random data, if their inputs have at most this many bytes.

@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.graph.capture.describe_nodes import source_of
-from polylane.graph.capture.export import format_line
-from polylane.graph.capture.functionalize import complete_arguments, functional_name
-from polylane.graph.capture.inline import op_name
 from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.capture.python.drawn_functions import DrawnFunction, KeyedDraw
 from polylane.graph.capture.python.python_operators import FunctionCall
+from polylane.graph.nodes.facts import UnderSetting, functional_name, op_name, unwrap_settings
+from polylane.graph.nodes.names import source_of
+from polylane.graph.nodes.user_lines import format_line
 from polylane.graph.operators.counter_rng import python_seed_of, salt_of, seed_of
+from polylane.graph.operators.functionalize import complete_arguments
 from polylane.graph.operators.keyed_random import KEYED
 from polylane.graph.operators.packed_recurrent import PackedRecurrent
 from polylane.graph.operators.python_context import running_as_slice
-from polylane.graph.precision import UnderSetting, unwrap_settings
 from polylane.graph.python_state.random_generators import python_seeded
 from polylane.graph.symbolic_sizes import batch_dimension, is_ragged
 

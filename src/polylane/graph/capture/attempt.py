@@ -15,17 +15,9 @@ from polylane.errors import PolylaneError
 from polylane.graph.batch import sample_count, take_first_samples
 from polylane.graph.capture import inline as rewrite
 from polylane.graph.capture import self_check
-from polylane.graph.capture.aliasing import functionalize_writes
 from polylane.graph.capture.describe_nodes import refuse_unfit_operators
 from polylane.graph.capture.dry_run import DryRun
-from polylane.graph.capture.export import (
-    ModelWithLoss,
-    NotCaptured,
-    export,
-    format_line,
-    model_restored,
-)
-from polylane.graph.capture.functionalize import relax_views
+from polylane.graph.capture.export import ModelWithLoss, export, model_restored
 from polylane.graph.capture.gradients.expand import expand_gradients
 from polylane.graph.capture.leaves import (
     LeafCall,
@@ -39,15 +31,17 @@ from polylane.graph.capture.open_dimensions import OpenedProgram, find_open_size
 from polylane.graph.capture.python.drawn_functions import ObservedResults, functions_drawn, observe_functions
 from polylane.graph.capture.python.python_operators import FunctionCall, forget_sites
 from polylane.graph.capture.python.raising_branches import hide_values
-from polylane.graph.capture.questions.readings import Reading
 from polylane.graph.capture.reassigned_buffers import copy_what_is_read
 from polylane.graph.capture.recomputed_norms import buffers_written_again, repeat_moves
 from polylane.graph.capture.self_check import Difference
-from polylane.graph.operators.sample_lists import SampleList
+from polylane.graph.nodes.user_lines import NotCaptured, format_line
+from polylane.graph.operators.functionalize import functionalize_writes, relax_views
 from polylane.graph.precision import unwrap_autocast, wrap_autocast
 from polylane.graph.python_state.module_paths import is_inside
 from polylane.graph.python_state.random_generators import generator_states, states_equal
 from polylane.graph.python_state.run_watch import SideEffect
+from polylane.graph.readings.batch_readings import Reading
+from polylane.graph.sample_lists import SampleList
 from polylane.graph.symbolic_sizes import allowed_sizes, compute_sizes_locally, refused_sizes, symbolic_inputs
 
 
@@ -287,7 +281,7 @@ def _observe_once(
         with model_restored(model_with_loss):
             results = observe_functions(functions, run)
     except Exception as error:
-        raise NotCaptured.of(model_with_loss, error) from error
+        raise NotCaptured.of(model_with_loss.model, error) from error
     return calls, results
 
 

@@ -21,7 +21,6 @@ from polylane.graph.capture.export import Loss, ModelWithLoss, model_restored
 from polylane.graph.capture.open_capture import capture_opened
 from polylane.graph.capture.open_dimensions import Opening
 from polylane.graph.capture.python.checkpoints import find_checkpoints
-from polylane.graph.capture.questions.asked_draws import StepDraws
 from polylane.graph.capture.self_check import resize_batch
 from polylane.graph.flops import DTYPE_NAMES
 from polylane.graph.graph import Code, Graph, TensorInfo
@@ -29,6 +28,7 @@ from polylane.graph.operators.sync_batch_norm import sync_batch_norms
 from polylane.graph.precision import LiteralRecorder, cast_module, promote_to_float64, wrap_autocast
 from polylane.graph.python_state.autograd_engine import start_autograd_engine
 from polylane.graph.python_state.side_effects import SideEffects
+from polylane.graph.readings.asked_draws import StepDraws
 
 
 def capture(
@@ -58,7 +58,7 @@ def capture(
         batch_name: name of the batch in error messages.
         effects: effects seen in another mode of the same model: a module that keeps state there is a leaf here, too.
         opening: sizes other than the number of samples that are to be left open; default: none.
-        asks: whether it is known that the loss asks about values of its batch (see questions/readings.py).
+        asks: whether it is known that the loss asks about values of its batch (see readings/batch_readings.py).
         draws: numbers of the step for which it is captured, where they decide which way it goes; None: for no one.
         check_device: device on which the captured code is held against the model, if both run there; None: the model's.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,15 +10,13 @@ import torch
 from torch import Tensor, fx
 
 from polylane.graph import flops as work
-from polylane.graph.capture.export import NotCaptured
-from polylane.graph.capture.inline import op_name
 from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.graph import Node
-from polylane.graph.precision import unwrap_settings
-from polylane.graph.python_state.own_objects import innermost_line
+from polylane.graph.nodes.facts import op_name, unwrap_settings
+from polylane.graph.nodes.names import module_of, name_without_number, source_of
+from polylane.graph.nodes.user_lines import NotCaptured
 from polylane.graph.symbolic_sizes import SymbolicSize, batch_dimension, is_dynamic, is_ragged
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _NO_GRADIENT = (
     "aten.detach",
     "aten.zeros",
@@ -30,27 +27,6 @@ _NO_GRADIENT = (
     "aten.arange",
     "aten.rand",
 )
-
-
-def module_of(node: fx.Node) -> str:
-    """Return the user's module path: "" for the model itself, "loss" for the loss function outside of the model."""
-    stack = [
-        path for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items() if not key.startswith("_empty")
-    ]
-    path = stack[-1] if stack else ""
-    if path == "model" or path.startswith("model."):
-        return str(path.removeprefix("model").removeprefix("."))
-    return "loss"
-
-
-def source_of(node: fx.Node) -> str:
-    """Return the innermost source line of the user's that made a node, see :func:`innermost_line`."""
-    target = unwrap_settings(node.target)
-    target = getattr(target, "own", target)  # of the user's own Python, keyed
-    if isinstance(target, LeafCall):
-        return target.source
-    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
-    return innermost_line(frames)
 
 
 def label_nodes(graph: fx.Graph) -> None:
@@ -88,12 +64,6 @@ def refuse_unfit_operators(graph: fx.Graph) -> None:
 
 
 _BY_MEMORY = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default)
-
-
-def name_without_number(node: fx.Node) -> str:
-    """Return the beginning of a node's user-facing name: module path and operator."""
-    operation = str(node.meta["op"]).removeprefix("aten.").split(".")[0]
-    return f"{node.meta['module']}/{operation}" if node.meta["module"] else operation
 
 
 def find_gradient_flow(

@@ -12,18 +12,10 @@ from torch import Tensor, nn
 
 from polylane.errors import PolylaneError, read_text
 from polylane.graph.batch import clone_leaves, is_sampled, sample_count
-from polylane.graph.capture.export import (
-    BadLoss,
-    ModelWithLoss,
-    NotCaptured,
-    format_line,
-    model_restored,
-    reason_of,
-    snapshot_tensors,
-    why_data_needed,
-)
+from polylane.graph.capture.export import BadLoss, ModelWithLoss, model_restored, snapshot_tensors, why_data_needed
 from polylane.graph.capture.failing_batch import describe_failing_batch
 from polylane.graph.capture.leaves import NormalizationWatch, source_line_of
+from polylane.graph.nodes.user_lines import NotCaptured, format_line, reason_of
 from polylane.graph.python_state.module_paths import is_inside
 from polylane.graph.python_state.own_objects import is_project_file
 from polylane.graph.python_state.random_generators import generator_states, states_equal
@@ -172,7 +164,7 @@ def _errors_told(
     except PolylaneError:
         raise
     except Exception as error:
-        fault = NotCaptured.of(model_with_loss, error)
+        fault = NotCaptured.of(model_with_loss.model, error)
         if abstract and any(words in read_text(error) for words in _TWO_DEVICES):
             raise PolylaneError(
                 f"{fault.path or 'loss(model, batch)'} joins tensors of two devices{format_line(fault.line)}, and "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import itertools
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,7 +17,7 @@ from torch.fx.experimental import _config
 
 from polylane.errors import PolylaneError, read_text
 from polylane.graph.batch import Rebuild, is_sampled, sample_count
-from polylane.graph.capture.gradients.calls import NoGradientCall, gradient_calls_kept
+from polylane.graph.capture.gradients.calls import gradient_calls_kept
 from polylane.graph.capture.known_values import KnownValues
 from polylane.graph.capture.python.absent_values import AbsentValues
 from polylane.graph.capture.python.asked_numbers import AskedNumbers
@@ -29,17 +28,17 @@ from polylane.graph.capture.python.packed_sequences import packed_sequences_padd
 from polylane.graph.capture.python.python_operators import functions_kept
 from polylane.graph.capture.python.stray_tensors import references_replaced
 from polylane.graph.capture.python.users_frames import UsersFrames
-from polylane.graph.capture.questions.asked_draws import StepDraws
 from polylane.graph.capture.questions.capture_run import CaptureRun
 from polylane.graph.capture.questions.tape import sizes_answered
 from polylane.graph.capture.reassigned_buffers import reassignments_written
+from polylane.graph.nodes.user_lines import NotCaptured
 from polylane.graph.python_state.compiler import compiler_off
 from polylane.graph.python_state.gradient_hooks import GradientHooks
-from polylane.graph.python_state.own_objects import innermost_line
 from polylane.graph.python_state.random_generators import generator_states, restore_generators
 from polylane.graph.python_state.side_effects import python_names_of, torch_object_ids
 from polylane.graph.python_state.state_snapshots import snapshot_names
 from polylane.graph.quiet_tracing import quiet
+from polylane.graph.readings.asked_draws import StepDraws
 from polylane.recipe import Mean
 
 # Filled in by torch's own config machinery, which no type checker sees.
@@ -153,34 +152,6 @@ def _refuse_complex(loss: Tensor, subject: str) -> None:
         raise BadLoss(f"{subject} a real number, not a complex one ({loss.dtype}): take .abs() or .real of it")
 
 
-class NotCaptured(Exception):
-    """Export failed: in which module, at which of the user's lines, and why.
-
-    Attributes:
-        path: path of the innermost module whose forward was running; None when none was.
-        line: "file:line" of the user's code, or "".
-        reason: the cause, as one sentence.
-        data_decides: whether export stopped at a question about numbers that it does not have.
-    """
-
-    def __init__(self, path: str | None, line: str, reason: str, data_decides: bool = False) -> None:
-        super().__init__(path, line, reason)
-        self.path, self.line, self.reason, self.data_decides = path, line, reason, data_decides
-
-    @classmethod
-    def of(cls, model_with_loss: ModelWithLoss, error: BaseException) -> NotCaptured:
-        """Return where ``error`` arose: the innermost module, and the user's innermost line, in its traceback."""
-        paths = {id(module): path for path, module in model_with_loss.model.named_modules()}
-        path, lines = None, list[tuple[str, int]]()
-        for frame, number in traceback.walk_tb(error.__traceback__):
-            names = frame.f_code.co_varnames[:1]  # the first argument, "self" or any other name
-            module = frame.f_locals.get(names[0]) if names else None
-            if frame.f_code.co_name == "forward" and id(module) in paths:
-                path = paths[id(module)]
-            lines.append((frame.f_code.co_filename, number))
-        return cls(path, innermost_line(lines), reason_of(error), _asks_for_data(error))
-
-
 def export(
     module: ModelWithLoss, leaves: Sequence[Any], opened: Collection[tuple[int, int]] = ()
 ) -> torch.export.ExportedProgram:
@@ -229,7 +200,7 @@ def export(
     except BadLoss:
         raise
     except Exception as error:
-        raise NotCaptured.of(module, error) from error
+        raise NotCaptured.of(module.model, error) from error
 
 
 @contextmanager
@@ -272,24 +243,6 @@ def _open_length(of: Any) -> Any:
     return of.shape[0] if isinstance(of, FakeTensor) and of.dim() else _LENGTH(of)
 
 
-def _asks_for_data(error: BaseException) -> bool:
-    """Return whether export failed because a branch or a size goes by the numbers of a tensor."""
-    return type(error).__name__ in ("GuardOnDataDependentSymNode", "UserError") and "data-dependent" in read_text(error)
-
-
-def reason_of(error: BaseException) -> str:
-    """Return why something failed, on one line; what export says is put in words for the user."""
-    if isinstance(error, NoGradientCall):
-        return str(error)
-    if "fake tensor in the exported program constant's list" in read_text(error):
-        return "export cannot follow a tensor that is made inside (by .data or torch.func, say)"
-    if _asks_for_data(error):
-        return "which way it goes, or how much it computes, depends on the data"
-    name = type(error).__name__
-    text = read_text(error).strip().splitlines() or [""]
-    return f"{name}: {text[0]}" if text[0] else name
-
-
 def why_data_needed(error: BaseException) -> str:
     """Return what about the data an operator wanted to know that ran on the meta device, where there is none; or ""."""
     text = read_text(error).partition("\n")[0].lower()
@@ -300,11 +253,6 @@ def why_data_needed(error: BaseException) -> str:
     if name is None:
         return "a value of a tensor"
     return "how many elements a boolean mask chooses" if name == "nonzero" else f"the size of what {name} returns"
-
-
-def format_line(line: str) -> str:
-    """Return a source line as the end of a sentence."""
-    return f" ({line})" if line else ""
 
 
 def snapshot_model(model: nn.Module, *losses: Any) -> Callable[[], None]:

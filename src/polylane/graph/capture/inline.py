@@ -8,19 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.graph.capture.aliasing import written_arguments
-from polylane.graph.capture.functionalize import functional_name
 from polylane.graph.capture.python.packed_sequences import RecurrentSite
 from polylane.graph.capture.python.python_operators import SITES, call_of_site
+from polylane.graph.nodes.facts import functional_name, op_name
+from polylane.graph.nodes.memory import written_arguments
 
 _ASSERTIONS = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range", "aten._assert_async")
-
-
-def op_name(node: fx.Node) -> str:
-    """ "aten.linear.default" for a torch operator; otherwise the callable's own name."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target)
-    return str(getattr(node.target, "__name__", node.target))
 
 
 def copy_with_roles(program: torch.export.ExportedProgram) -> tuple[fx.Graph, dict[str, Tensor]]:

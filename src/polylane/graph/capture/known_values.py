@@ -25,8 +25,8 @@ from polylane.graph.capture.python.asked_numbers import AskedNumbers
 from polylane.graph.capture.python.drawn_functions import tensor_of_drawn
 from polylane.graph.capture.python.export_repairs import without_absent_generator
 from polylane.graph.capture.python.raising_branches import TRUTHS, answer_raising, is_compared_to_raise
-from polylane.graph.capture.questions.asked_draws import is_asked_draw
 from polylane.graph.capture.questions.tape import BatchTape
+from polylane.graph.readings.asked_draws import is_asked_draw
 
 # What Python asks of a tensor's numbers.
 _CONVERSIONS = ("__bool__", "__int__", "__float__", "__index__", "__contains__")

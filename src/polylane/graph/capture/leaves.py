@@ -117,6 +117,10 @@ class LeafCall:
         outputs: list[Tensor] = [leaves[position] for position in self.output_positions]
         return outputs if grad_enabled or not self.takes_gradients else [output.detach() for output in outputs]
 
+    def choose_written(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Return those of a call's tensors that it may write: all buffers of the module."""
+        return tensors[len(self.parameters) : len(self.parameters) + len(self.buffers)]
+
     @property
     def own_tensors(self) -> int:
         """Number of the module's own tensors, which come first among those of a call."""

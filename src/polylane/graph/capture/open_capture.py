@@ -8,9 +8,10 @@ from typing import Any
 
 from polylane.graph.capture.attempt import CaptureAttempt, attempt_capture, describe_leaves, run_self_check
 from polylane.graph.capture.dry_run import DryRun
-from polylane.graph.capture.export import ModelWithLoss, NotCaptured, format_line
+from polylane.graph.capture.export import ModelWithLoss
 from polylane.graph.capture.open_dimensions import NotOpened, Opening, close_sizes
-from polylane.graph.capture.questions.readings import are_answered
+from polylane.graph.nodes.user_lines import NotCaptured, format_line
+from polylane.graph.readings.batch_readings import are_answered
 
 
 def capture_opened(

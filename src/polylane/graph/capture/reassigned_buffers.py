@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from polylane.graph.capture.aliasing import alias_groups
+from polylane.graph.nodes.memory import alias_groups
 
 
 @contextmanager

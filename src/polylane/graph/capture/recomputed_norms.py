@@ -18,9 +18,9 @@ from torch import fx
 from torch.nn import functional
 
 from polylane.graph.batch import clone_leaves, take_first_samples
-from polylane.graph.capture.aliasing import written_arguments
 from polylane.graph.capture.export import ModelWithLoss, model_restored
 from polylane.graph.capture.python.checkpoints import is_checkpointed
+from polylane.graph.nodes.memory import written_arguments
 
 _NORMS = ("aten.batch_norm.default", "aten.instance_norm.default")
 _MEAN, _BY_BATCH, _MOMENTUM = 3, 5, 6  # arguments of both: running mean, whether statistics of the input, momentum

@@ -22,12 +22,12 @@ from polylane.graph.batch import (
     to_device,
 )
 from polylane.graph.capture.export import ModelWithLoss, model_restored
-from polylane.graph.capture.questions.readings import Reading, are_answered
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.open_sizes import OpenSizes
 from polylane.graph.operators.device_arguments import copy_to_device
 from polylane.graph.precision import Promoted, cast_module
 from polylane.graph.python_state.moved_module import moved_module
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.readings.batch_readings import Reading, are_answered
 from polylane.graph.sparse_gradients import densify
 
 # Differences in float64 below this, relative to the largest element, count as rounding.

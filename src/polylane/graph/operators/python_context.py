@@ -16,10 +16,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.counter_rng import salt_of
 from polylane.graph.operators.keyed_random import KEYED
 from polylane.graph.operators.sync_batch_norm import batch_norm, batch_norm_arguments
-from polylane.graph.sample_slice import SampleSlice
 
 
 def _sample_dim(part: SampleSlice, shape: Sequence[int]) -> int | None:

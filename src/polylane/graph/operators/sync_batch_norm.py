@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from polylane.errors import PolylaneError
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 
 VALUES = 2  # values per channel that training needs: one has no variance
 

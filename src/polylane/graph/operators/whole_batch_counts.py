@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.symbolic_sizes import SymbolicSize
 
 OP = "whole_batch"  # the name of the operator in a graph

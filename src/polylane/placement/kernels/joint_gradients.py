@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.graph.precision import UnderSetting
+from polylane.graph.nodes.facts import UnderSetting
 
 
 class JointGradients(UnderSetting):

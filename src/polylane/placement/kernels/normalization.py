@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.placement.kernels.accumulation_dtype import upcast
 from polylane.placement.kernels.collective_op import all_reduce_sum
 from polylane.placement.redistribute import Axis

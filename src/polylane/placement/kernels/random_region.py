@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from polylane.graph.precision import UnderSetting
-from polylane.graph.sample_slice import SampleSlice, TensorRegion
+from polylane.graph.nodes.facts import UnderSetting
+from polylane.graph.nodes.sample_slice import SampleSlice, TensorRegion
 from polylane.placement.strategy import RankCall
 
 

@@ -10,7 +10,7 @@ from string import ascii_letters
 
 import torch
 
-from polylane.graph.precision import unwrap_settings
+from polylane.graph.nodes.facts import unwrap_settings
 from polylane.graph.traced_sizes import traced_max
 from polylane.placement.kernels.accumulation_dtype import accumulation_dtype
 from polylane.placement.kernels.block_attention import count_scores

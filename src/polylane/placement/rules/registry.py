@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from polylane.graph.capture.functionalize import find_operator
+from polylane.graph.nodes.facts import find_operator
 from polylane.placement import rules
 from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Shard, is_valid_placement
 from polylane.placement.strategy import OperatorCall, Strategy

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polylane.graph.capture.functionalize import find_operator
+from polylane.graph.nodes.facts import find_operator
 from polylane.placement.placement import (
     PARTIAL,
     REPLICATE,

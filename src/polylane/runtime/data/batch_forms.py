@@ -15,8 +15,8 @@ from polylane.compile.sample_shares import Batch
 from polylane.errors import PolylaneError
 from polylane.graph.batch import clone_leaves, leaf_names, sample_count, take_first_samples, to_device
 from polylane.graph.capture.open_dimensions import NotOpened, Opening
-from polylane.graph.capture.questions.readings import Reading
 from polylane.graph.open_sizes import FEWEST
+from polylane.graph.readings.batch_readings import Reading
 
 SAMPLES_KEPT = 4  # samples of a form that are kept, for checks of a graph with open sizes
 SAMPLED_FORMS = 4  # forms of a family of which samples are kept, the latest ones

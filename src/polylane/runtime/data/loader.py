@@ -231,7 +231,7 @@ def _find_shares(
 def _find_own(batches: Sequence[list[int]], shares: Shares, start: int | None) -> list[list[int]]:
     """Return the indices of each batch whose samples this worker reads.
 
-    Batches 1, 3, 6, 12, ... of a training, and the second of an epoch or of a resumed one, are read whole by all
+    Batches 1, 3, 6, 12, ... of a training, and the second of a later epoch or of a resumed one, are read whole by all
     workers, where they compare what they have read. Others are audited (1, 2, 4, 8, ...), as they are mostly read.
 
     Args:
@@ -243,7 +243,7 @@ def _find_own(batches: Sequence[list[int]], shares: Shares, start: int | None) -
     if start is None:
         return parts
     numbers = range(start, start + len(batches))
-    flags = [i == 1 or number in (0, find_next_whole(number - 1)) for i, number in enumerate(numbers)]
+    flags = [number in (0, find_next_whole(number - 1)) or start + 1 == number > 1 for number in numbers]
     if not any(flags[:2]):  # an epoch of one batch
         flags[0] = True
     return [batch if is_whole else part for batch, part, is_whole in zip(batches, parts, flags, strict=True)]

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from polylane.graph.graph import Node
 from polylane.graph.interpreter import GraphInterpreter
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.program.program import Program
 from polylane.runtime.pipeline.stage_runner import LiveMicrobatch, StageRunner
 from polylane.runtime.plain_data.serialization import serializable

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polylane.compile.sample_shares import Batch
-from polylane.graph.capture.aliasing import find_written_buffers
+from polylane.graph.nodes.memory import find_written_buffers
 from polylane.program.program import Program
 from polylane.runtime.parameters.weight_versions import WeightVersions
 from polylane.runtime.pipeline.batch_tables import runs

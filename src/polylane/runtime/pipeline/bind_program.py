@@ -13,8 +13,8 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.dropped_tensors import find_dropped_tensors
 from polylane.compile.reshard import Resharder, value_specs
 from polylane.errors import PolylaneError
+from polylane.graph.capture.repeatable import DroppedTensors
 from polylane.graph.precision import dtypes_under_autocast
-from polylane.graph.repeatable import DroppedTensors
 from polylane.plan.plan import Plan
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation, unroll, without_replica_sync

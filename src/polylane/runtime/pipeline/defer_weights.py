@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from polylane.graph.precision import unwrap_settings
+from polylane.graph.nodes.facts import unwrap_settings
 from polylane.placement.kernels.joint_gradients import wrap_like
 from polylane.placement.overlap import hold, linear
 from polylane.placement.weight_calls import find_weight_calls, positional_arguments

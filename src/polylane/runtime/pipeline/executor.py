@@ -15,7 +15,7 @@ from polylane.compile.reshard import Resharder, extract_box, write_box
 from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_shares
 from polylane.errors import INTERRUPTIONS, OTHERS_FAILED, ActionFailed
 from polylane.graph.batch import split_bounds
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.plan.straggler import Straggler
 from polylane.program.program import Program
 from polylane.program.waits import SEND_DEPTH, receive_horizons, waiting_microbatches

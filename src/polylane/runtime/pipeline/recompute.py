@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
+from polylane.graph.capture.repeatable import DroppedTensors, repeatable_nodes
 from polylane.graph.graph import Node
-from polylane.graph.repeatable import DroppedTensors, repeatable_nodes
 from polylane.runtime.pipeline.recomputed_pieces import Piece, cut_pieces, list_tensors, map_tensors
 
 Pack = Callable[[Tensor], Any]

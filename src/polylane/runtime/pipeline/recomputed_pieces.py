@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
-from polylane.graph.repeatable import without_effect
+from polylane.graph.capture.repeatable import without_effect
 from polylane.runtime.pipeline.generated_code import GeneratedCode, generate_code
 
 # By fx node: for each tensor among its arguments, whether it required a gradient in the forward pass.

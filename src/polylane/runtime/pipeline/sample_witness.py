@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, fx
 
 from polylane.errors import OTHERS_FAILED, PolylaneError
-from polylane.graph.capture.export import format_line, reason_of
 from polylane.graph.graph import Node
-from polylane.graph.operators.sample_lists import SampleList
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
+from polylane.graph.nodes.user_lines import format_line, reason_of
+from polylane.graph.sample_lists import SampleList
 from polylane.graph.sparse_gradients import densify
 from polylane.graph.symbolic_sizes import batch_dimension
 from polylane.program.program import Program

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from polylane.graph.capture.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.graph import Node
 from polylane.graph.operators.device_arguments import replace_devices
 from polylane.graph.partition import Partition
-from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.placement.overlap import overlap_redistributions
 from polylane.placement.rewrite import AxisSplit, rewrite
 from polylane.placement.sized_calls import write_sizes

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polylane.graph.graph import Node
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.runtime.pipeline.stage_code import LocalStageCode, StageCode
 from polylane.runtime.pipeline.weight_gradients import DEFERRED, DeferredGradients
 from polylane.runtime.stage_hooks import StageHooks

@@ -190,7 +190,7 @@ class DeferredCall:
         self.__name__ = str(getattr(target, "__name__", target)).replace(".", "_")
 
     def without_effect(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments for a second run, which records nothing (:mod:`polylane.graph.repeatable`)."""
+        """Return the arguments for a second run, which records nothing (:mod:`polylane.graph.capture.repeatable`)."""
         return (None, *args[1:])
 
     def __call__(self, deferred: DeferredGradients | None, *args: Any, **kwargs: Any) -> Tensor:

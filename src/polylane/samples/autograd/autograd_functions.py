@@ -32,7 +32,8 @@ from polylane.graph.capture.assign_keys import PythonOnSlice
 from polylane.graph.capture.describe_nodes import describe_nodes
 from polylane.graph.capture.python.python_operators import FunctionCall
 from polylane.graph.graph import Code, Graph
-from polylane.graph.precision import InAutocast, UnderSetting
+from polylane.graph.nodes.facts import UnderSetting
+from polylane.graph.precision import InAutocast
 from polylane.graph.python_state.random_generators import generator_states, restore_generators, states_equal
 from polylane.graph.python_state.state import PythonName, find_python_names
 from polylane.graph.python_state.state_snapshots import StateDigests, snapshot_names

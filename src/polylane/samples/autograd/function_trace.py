@@ -18,12 +18,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
 
-from polylane.graph.capture.aliasing import alias_groups, functionalize_writes, written_arguments
 from polylane.graph.capture.describe_nodes import label_nodes
 from polylane.graph.capture.inline import add_slice_input, drop_assertions, drop_dead_nodes
 from polylane.graph.capture.python.python_operators import FunctionCall
 from polylane.graph.interpreter import map_nested
-from polylane.graph.precision import InAutocast, InFloat64, Promoted, UnderSetting
+from polylane.graph.nodes.facts import UnderSetting
+from polylane.graph.nodes.memory import alias_groups, written_arguments
+from polylane.graph.operators.functionalize import functionalize_writes
+from polylane.graph.precision import InAutocast, InFloat64, Promoted
 from polylane.graph.symbolic_sizes import compute_sizes_locally, size_function
 from polylane.placement.placement import Shard
 from polylane.samples.interpretation.additivity import State

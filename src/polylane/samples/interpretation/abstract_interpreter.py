@@ -15,13 +15,14 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from polylane.errors import PolylaneError
-from polylane.graph.capture.aliasing import written_arguments
 from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.graph import Graph, Node
+from polylane.graph.nodes.facts import base_name, bind_arguments
+from polylane.graph.nodes.memory import written_arguments
 from polylane.graph.operators.whole_batch_counts import CombineParts, WholeBatchStatistic
 from polylane.graph.python_state.module_paths import is_inside
 from polylane.graph.symbolic_sizes import SymbolicSize, is_ragged
-from polylane.placement.operator_view import OperatorNode, TensorKey, base_name, bind_arguments, view_operators
+from polylane.placement.operator_view import OperatorNode, TensorKey, view_operators
 from polylane.placement.placement import REPLICATE, Replicate, Shard
 from polylane.placement.strategy import OperatorCall
 from polylane.samples.interpretation.additivity import (

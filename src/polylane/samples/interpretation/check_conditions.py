@@ -13,9 +13,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from polylane.graph.capture.python.raising_branches import BatchCheck
-from polylane.graph.precision import unwrap_settings
+from polylane.graph.nodes.facts import base_name, unwrap_settings
 from polylane.graph.symbolic_sizes import is_ragged
-from polylane.placement.operator_view import base_name
 from polylane.placement.placement import REPLICATE, Shard
 from polylane.samples.interpretation.additivity import Additive
 from polylane.samples.interpretation.known_states import KnownStates

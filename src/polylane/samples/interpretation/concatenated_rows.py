@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import fx
 
+from polylane.graph.nodes.facts import base_name, bind_arguments
 from polylane.graph.symbolic_sizes import data_dependent_symbols
-from polylane.placement.operator_view import OperatorNode, base_name, bind_arguments
+from polylane.placement.operator_view import OperatorNode
 from polylane.placement.placement import Shard
 from polylane.samples.interpretation.additivity import Additive, State
 from polylane.samples.interpretation.known_states import Derived, KnownStates

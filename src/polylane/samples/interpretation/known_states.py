@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from polylane.graph.capture.aliasing import alias_groups, written_arguments
 from polylane.graph.graph import Graph
+from polylane.graph.nodes.facts import unwrap_settings
+from polylane.graph.nodes.memory import alias_groups, written_arguments
 from polylane.graph.operators.sync_batch_norm import batch_norm
 from polylane.graph.operators.whole_batch_counts import CombineParts, WholeBatchStatistic
-from polylane.graph.precision import unwrap_settings
 from polylane.graph.symbolic_sizes import SymbolicSize
 from polylane.placement.operator_view import OperatorNode, OperatorView, TensorKey, graph_tensors, tensor_key
 from polylane.placement.placement import REPLICATE, Cuts, Placement, Replicate, Shard

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from polylane.graph.interpreter import find_ancestors
+from polylane.graph.nodes.facts import base_name, bind_arguments, operator_name
 from polylane.graph.symbolic_sizes import data_dependent_symbols
-from polylane.placement.operator_view import base_name, bind_arguments, operator_name
 
 
 def find_masks(code: fx.Graph) -> dict[Any, fx.Node]:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.graph.capture.aliasing import written_arguments
-from polylane.graph.precision import unwrap_settings
+from polylane.graph.nodes.facts import unwrap_settings
+from polylane.graph.nodes.memory import written_arguments
 from polylane.placement.operator_view import OperatorNode
 from polylane.placement.placement import REPLICATE, Cuts, Replicate, Shard, divide_cuts
 from polylane.placement.rules.registry import rule_of

@@ -16,10 +16,10 @@ from torch import fx
 
 from polylane.graph.capture.assign_keys import DrawnPerSlice
 from polylane.graph.interpreter import map_nested
+from polylane.graph.nodes.facts import bind_arguments, unwrap_settings
 from polylane.graph.operators.sync_batch_norm import batch_norm
-from polylane.graph.precision import unwrap_settings
 from polylane.placement.kernels.reduction import ShardedMean
-from polylane.placement.operator_view import OperatorNode, TensorKey, bind_arguments
+from polylane.placement.operator_view import OperatorNode, TensorKey
 from polylane.placement.placement import REPLICATE, Cuts, Placement, Replicate, Shard, local_shape
 from polylane.placement.strategy import OperatorCall, Place, RankCall, Strategy, TensorValue
 from polylane.samples.interpretation.additivity import REPLICAS, State

@@ -14,7 +14,8 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from polylane.placement.operator_view import OperatorNode, base_name, bind_arguments
+from polylane.graph.nodes.facts import base_name, bind_arguments
+from polylane.placement.operator_view import OperatorNode
 from polylane.placement.placement import REPLICATE, Placement, Replicate, Shard
 from polylane.placement.strategy import OperatorCall, TensorValue
 from polylane.samples.interpretation.known_states import KnownStates

@@ -12,12 +12,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from polylane.graph.capture.aliasing import written_arguments
 from polylane.graph.capture.assign_keys import DrawnPerSlice
-from polylane.graph.capture.functionalize import functional_name
-from polylane.graph.precision import unwrap_settings
+from polylane.graph.nodes.facts import bind_arguments, functional_name, unwrap_settings
+from polylane.graph.nodes.memory import written_arguments
 from polylane.graph.symbolic_sizes import SymbolicSize, is_ragged
-from polylane.placement.operator_view import OperatorNode, bind_arguments, with_neighbour_cuts
+from polylane.placement.operator_view import OperatorNode, with_neighbour_cuts
 from polylane.placement.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
 from polylane.placement.rules.registry import strategies
 from polylane.placement.strategy import OperatorCall, Strategy

@@ -27,7 +27,7 @@ from polylane.compile.sample_shares import Batch
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import AuditFailed, PolylaneError
 from polylane.graph.batch import batch_structure, clone_leaves, flatten
-from polylane.graph.operators.sample_lists import ungroup_samples
+from polylane.graph.sample_lists import ungroup_samples
 from polylane.runtime.checkpoint.save import Position
 from polylane.runtime.checkpoint.state_board import BoardRecord, StateBoard, StateRefused
 from polylane.runtime.job import Job

@@ -18,6 +18,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from polylane.graph.nodes.user_lines import NoGradientCall
+
 _LIBRARY = torch.library.Library("polylane", "FRAGMENT")
 _LIBRARY.define("gradient(Tensor[] outputs, Tensor?[] cotangents, Tensor[] inputs, bool differentiable) -> Tensor[]")
 
@@ -25,10 +27,6 @@ _LIBRARY.define("gradient(Tensor[] outputs, Tensor?[] cotangents, Tensor[] input
 _WITHOUT_GRADIENT = ("aten.detach", "aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.new_", "aten.rand")
 
 _TRANSFORMED = "it takes gradients inside itself by torch.func, or for a batch of vectors, which no graph can hold"
-
-
-class NoGradientCall(Exception):
-    """A call of torch.autograd.grad that cannot be written into a graph; says why."""
 
 
 @torch.library.register_fake("polylane::gradient", lib=_LIBRARY)  # type: ignore[untyped-decorator]

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.graph.capture.aliasing import written_arguments
-from polylane.graph.capture.describe_nodes import source_of
-from polylane.graph.capture.export import NotCaptured
 from polylane.graph.capture.gradients.calls import GradientCall, passes_gradient
 from polylane.graph.capture.gradients.noise import separate_noise
 from polylane.graph.capture.gradients.products import NORMS, JacobianProduct, NoProduct, insert_product
 from polylane.graph.capture.python.python_operators import FunctionCall
+from polylane.graph.nodes.memory import written_arguments
+from polylane.graph.nodes.names import source_of
+from polylane.graph.nodes.user_lines import NotCaptured
 
 TAKES_GRADIENTS = "it takes gradients inside itself (torch.autograd.grad)"
 

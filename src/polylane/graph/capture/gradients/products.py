@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import _config
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from polylane.graph.capture.aliasing import functionalize_writes, written_arguments
 from polylane.graph.capture.gradients.formulas import DECOMPOSED, find_formula, name_arguments
+from polylane.graph.nodes.memory import written_arguments
+from polylane.graph.operators.functionalize import functionalize_writes
 from polylane.graph.quiet_tracing import quiet
 
 _SYMBOLIC: Any = _config

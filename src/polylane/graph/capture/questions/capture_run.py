@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from polylane.graph.capture.questions.asked_draws import StepDraws, draws_replayed
-from polylane.graph.capture.questions.readings import Reading
 from polylane.graph.capture.questions.tape import BatchTape
+from polylane.graph.readings.asked_draws import StepDraws, draws_replayed
+from polylane.graph.readings.batch_readings import Reading
 
 
 @dataclass

@@ -15,9 +15,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from polylane.graph.capture.questions.asked_draws import AskedDraw, StepDraws
-from polylane.graph.capture.questions.readings import Answer, Reading, ReadingStep, SizeRead, Slot
 from polylane.graph.python_state.own_objects import is_users
+from polylane.graph.readings.asked_draws import AskedDraw, StepDraws
+from polylane.graph.readings.batch_readings import Answer, Reading, ReadingStep, SizeRead, Slot
 from polylane.graph.symbolic_sizes import number_function
 
 _SYMBOLIC_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)

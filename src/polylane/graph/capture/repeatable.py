@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from polylane.graph.capture.aliasing import alias_groups, written_arguments
 from polylane.graph.capture.assign_keys import DrawnPerSlice, is_random
+from polylane.graph.nodes.facts import unwrap_settings
+from polylane.graph.nodes.memory import alias_groups, written_arguments
 from polylane.graph.operators.keyed_random import KEYED
 from polylane.graph.operators.sync_batch_norm import batch_norm
-from polylane.graph.precision import unwrap_settings
 from polylane.graph.symbolic_sizes import SymbolicSize
 
 _RUNNING = slice(4, 6)  # running mean and variance among the arguments of our batch_norm

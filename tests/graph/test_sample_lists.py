@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import covering
 from polylane.graph.batch import batch_structure, cast_leaves, clone_leaves, flatten, sample_count, take_samples
 from polylane.graph.batch_checks import refuse_undividable
-from polylane.graph.operators.sample_lists import SampleList
+from polylane.graph.sample_lists import SampleList
 from polylane.runtime.parameters.broadcast import digest_tensor
 
 

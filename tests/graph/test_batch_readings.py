@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from polylane.graph.batch import flatten
 from polylane.graph.capture.capture import capture
-from polylane.graph.capture.questions.readings import are_answered
+from polylane.graph.readings.batch_readings import are_answered
 
 
 def squares(model: Any, batch: Any) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from polylane.errors import PolylaneError
-from polylane.graph.capture.questions.asked_draws import AskedDraw, StepDraws
+from polylane.graph.readings.asked_draws import AskedDraw, StepDraws
 
 # An answer, which is part of a graph.
 Answer = bool | int

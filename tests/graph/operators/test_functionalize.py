@@ -16,7 +16,7 @@ import models
 from polylane.graph.batch import flatten
 from polylane.graph.capture.capture import capture
 from polylane.graph.capture.export import ModelWithLoss
-from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.samples.mean_loss import splits_exactly
 
 

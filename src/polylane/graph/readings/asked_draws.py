@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.counter_rng import salt_of
 from polylane.graph.operators.keyed_random import rand, randn
-from polylane.graph.sample_slice import SampleSlice
 
 _KINDS: dict[str, Callable[..., Tensor]] = {"rand": rand, "randn": randn}
 # What decides before a step is known: the number in the middle, with which what is rare does not happen.

@@ -1,17 +1,13 @@
-"""Alias analysis: in-place writes become new values where nothing else reads the memory; others keep one stage."""
+"""Node memory: which arguments an operator writes in place, and which values may share memory."""
 
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
-
-from polylane.graph.capture.functionalize import functional_name, functionalize
-from polylane.graph.capture.leaves import LeafCall
 
 # These may return their argument itself, without an alias annotation in their schema.
 _SILENT_ALIASES = (
@@ -29,10 +25,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node writes in place."""
     if node.op != "call_function":
         return []
-    if isinstance(node.target, LeafCall):  # assume that a leaf writes all its buffers
-        offset = len(node.target.parameters)
-        tensors: Any = node.args[1]
-        return list(tensors[offset : offset + len(node.target.buffers)])
+    if callable(choose := getattr(node.target, "choose_written", None)):  # the user's own Python says it itself
+        return list(choose(node.args[1]))
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     written = [value for info, value in _annotated_arguments(node) if info.is_write]
@@ -95,65 +89,5 @@ def alias_groups(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return {node: find(node) for node in graph.nodes}
 
 
-def _members_of(groups: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Return the nodes of each group that :func:`alias_groups` found, by its first node."""
-    members = defaultdict[fx.Node, list[fx.Node]](list)
-    for node, root in groups.items():
-        members[root].append(node)
-    return members
-
-
 def _is_part(node: fx.Node) -> bool:
     return node.op == "placeholder" and bool(node.meta["role"][0] == "part")
-
-
-def functionalize_writes(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Replace in-place writes by functional operators where nothing else reads the memory.
-
-    Returns:
-        Groups of nodes that share memory which is still written: each group must stay on one stage.
-    """
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    groups = alias_groups(graph)
-    members = _members_of(groups)
-    for node in list(graph.nodes):
-        if not functional_name(node) or len(written_arguments(node)) != 1:
-            continue
-        (written,) = written_arguments(node)
-        root = groups[written]
-        # Safe if no other alias of the memory is read after the write, and the memory is not a parameter, buffer or
-        # input.
-        aliases = (n for n in members[root] if order[n] < order[node] and n is not written)
-        if root.op == "placeholder" or any(order[user] > order[node] for n in aliases for user in n.users):
-            continue
-        new_nodes = functionalize(node)
-        if new_nodes is not None:
-            # New nodes are at the write's place in the order; only later readers see the new value.
-            order |= dict.fromkeys(new_nodes, order[node])
-            written.replace_all_uses_with(node, delete_user_cb=_later_than(order, node))
-    return _written_groups(graph)
-
-
-def _later_than(order: dict[fx.Node, int], node: fx.Node) -> Callable[[fx.Node], bool]:
-    return lambda user: order[user] > order[node]
-
-
-def _written_groups(graph: fx.Graph) -> list[list[fx.Node]]:
-    groups = alias_groups(graph)
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    members, written = _members_of(groups), defaultdict[fx.Node, list[fx.Node]](list)
-    for node in graph.nodes:
-        for value in written_arguments(node):
-            written[groups[value]].append(node)
-    memory_groups = []
-    for root, writers in written.items():
-        if root.op == "placeholder":  # a buffer: all that touches it runs on the stage that holds it
-            touching = {m for m in members[root] if m.op != "placeholder"}
-            touching |= {user for m in members[root] for user in m.users}
-            memory_groups.append(sorted((n for n in touching if n.op != "output"), key=order.__getitem__))
-            continue
-        # From where the memory begins to its last write; what comes later only reads.
-        last_write = max(order[w] for w in writers)
-        nodes = {n for n in members[root] if order[n] <= last_write} | set(writers)
-        memory_groups.append(sorted(nodes, key=order.__getitem__))
-    return memory_groups

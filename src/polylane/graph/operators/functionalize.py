@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from polylane.graph.flops import shape_of, size_hint
+from polylane.graph.nodes.facts import _UNFILLED, cast_value, find_operator, functional_name
+from polylane.graph.nodes.memory import alias_groups, written_arguments
 
-_TWINS = {
-    "aten.bernoulli_.float": "aten.bernoulli.p",
-    "aten.float_power_.Scalar": "aten.float_power.Tensor_Scalar",
-    "aten.float_power_.Tensor": "aten.float_power.Tensor_Tensor",
-    "aten.floor_divide_.Tensor": "aten.floor_divide.default",
-    "aten.normal_.default": "aten.normal_functional.default",
-    "aten.pow_.Scalar": "aten.pow.Tensor_Scalar",
-    "aten.pow_.Tensor": "aten.pow.Tensor_Tensor",
-    "aten.transpose_.default": "aten.transpose.int",
-    "aten.zero_.default": "aten.zeros_like.default",
-}
 # They overwrite whatever was there: torch cuts the gradient only for the in-place version.
 _DRAWING = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal_functional", "random", "uniform")
 # torch lets gradients flow through these as if nothing had been written, unless they return their own type, bool.
 _LOGICAL = ("logical_and", "logical_not", "logical_or", "logical_xor")
-_UNFILLED = ("aten.empty", "aten.new_empty")
 _MADE = (*_UNFILLED, "aten.zeros", "aten.ones", "aten.full", "aten.rand", "aten.new_")
-
-
-def is_unfilled(op: str) -> bool:
-    """Return whether an operator returns uninitialized memory, which cannot be compared."""
-    return op.startswith(_UNFILLED)
-
-
-def functional_name(node: fx.Node) -> str:
-    """Return the operator that returns as a new value what ``node`` writes in place ("aten.add.Tensor"), or ""."""
-    name, _, overload = str(node.target).removeprefix("aten.").partition(".")
-    if not str(node.target).startswith("aten.") or not name.endswith("_") or name.endswith("__"):
-        return ""
-    return _TWINS.get(f"aten.{name}.{overload}", f"aten.{name[:-1]}.{overload}")
 
 
 def complete_arguments(node: fx.Node) -> tuple[Any, ...]:
@@ -102,14 +79,6 @@ def relax_views(graph: fx.Graph, shared: Collection[fx.Node]) -> None:
         if node.op == "call_function" and node.target is torch.ops.aten.view.default and node not in shared:
             node.meta.setdefault("op", str(node.target))
             node.target = torch.ops.aten.reshape.default
-
-
-def find_operator(name: str) -> Any:
-    """Return torch's operator of a name ("aten.linear.default"); None if there is none."""
-    if not name.startswith("aten."):
-        return None
-    _, base, overload = name.split(".")
-    return getattr(getattr(torch.ops.aten, base, None), overload, None)
 
 
 def _accepts_same_arguments(operator: Any, twin: Any) -> bool:
@@ -182,8 +151,61 @@ def _insert_before(node: fx.Node, target: Any, args: Any, val: Tensor, kwargs: A
     return new_node
 
 
-def cast_value(val: Any, dtype: torch.dtype) -> Tensor:
-    """Return a node's value, a tensor without data, in another dtype."""
-    with getattr(val, "fake_mode", nullcontext()):
-        cast: Tensor = val.detach().to(dtype)
-    return cast
+def _members_of(groups: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Return the nodes of each group that :func:`alias_groups` found, by its first node."""
+    members = defaultdict[fx.Node, list[fx.Node]](list)
+    for node, root in groups.items():
+        members[root].append(node)
+    return members
+
+
+def functionalize_writes(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Replace in-place writes by functional operators where nothing else reads the memory.
+
+    Returns:
+        Groups of nodes that share memory which is still written: each group must stay on one stage.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    groups = alias_groups(graph)
+    members = _members_of(groups)
+    for node in list(graph.nodes):
+        if not functional_name(node) or len(written_arguments(node)) != 1:
+            continue
+        (written,) = written_arguments(node)
+        root = groups[written]
+        # Safe if no other alias of the memory is read after the write, and the memory is not a parameter, buffer or
+        # input.
+        aliases = (n for n in members[root] if order[n] < order[node] and n is not written)
+        if root.op == "placeholder" or any(order[user] > order[node] for n in aliases for user in n.users):
+            continue
+        new_nodes = functionalize(node)
+        if new_nodes is not None:
+            # New nodes are at the write's place in the order; only later readers see the new value.
+            order |= dict.fromkeys(new_nodes, order[node])
+            written.replace_all_uses_with(node, delete_user_cb=_later_than(order, node))
+    return _written_groups(graph)
+
+
+def _later_than(order: dict[fx.Node, int], node: fx.Node) -> Callable[[fx.Node], bool]:
+    return lambda user: order[user] > order[node]
+
+
+def _written_groups(graph: fx.Graph) -> list[list[fx.Node]]:
+    groups = alias_groups(graph)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    members, written = _members_of(groups), defaultdict[fx.Node, list[fx.Node]](list)
+    for node in graph.nodes:
+        for value in written_arguments(node):
+            written[groups[value]].append(node)
+    memory_groups = []
+    for root, writers in written.items():
+        if root.op == "placeholder":  # a buffer: all that touches it runs on the stage that holds it
+            touching = {m for m in members[root] if m.op != "placeholder"}
+            touching |= {user for m in members[root] for user in m.users}
+            memory_groups.append(sorted((n for n in touching if n.op != "output"), key=order.__getitem__))
+            continue
+        # From where the memory begins to its last write; what comes later only reads.
+        last_write = max(order[w] for w in writers)
+        nodes = {n for n in members[root] if order[n] <= last_write} | set(writers)
+        memory_groups.append(sorted(nodes, key=order.__getitem__))
+    return memory_groups

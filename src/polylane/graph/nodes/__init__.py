@@ -1,0 +1,1 @@
+"""Nodes of a captured graph: what other rooms ask of one: its operator, memory, name and line."""
