@@ -22,12 +22,12 @@ SIGNS = {EQUAL: "equal", REFUSED: "refused", UNEQUAL: "**NOT equal**", FAILED: "
 
 HEAD = """# Models of other packages
 
-Written by `make zoo`: models that others wrote, unmodified, small, with random weights, each trained for two steps by
-seven plans and held by `verify` against one device in float64. *Equal*: every loss, gradient, weight, buffer and
-optimizer state within 1e-9. *Refused*: one sentence before the first step, below. *whole*: every operator of the model
-is in the graph; *functions*: it is, and custom autograd functions are one node each, with their own backward passes;
-*leaves*: some modules run as the Python that they are; *opaque*: the whole model does, so that only its samples can be
-split.
+Written by `make zoo`: third-party models, unmodified, small, with random weights. Each is trained for two steps by
+seven plans and compared by `verify` with one device in float64. *Equal*: every loss, gradient, weight, buffer and
+optimizer state agrees within 1e-9. *Refused*: stopped before the first step with the one-line message below. *whole*:
+every operator of the model is in the graph; *functions*: as *whole*, with each custom autograd function as one node
+with its own backward pass; *leaves*: some modules run as your own Python code; *opaque*: the whole model does, so only
+its samples can be split.
 """
 
 

@@ -156,18 +156,17 @@ def _polylane(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Split the training of an ordinary PyTorch model over workers, with the same numbers as one device.
+    """Distribute the training of a PyTorch model over several workers, computing the same numbers as one device.
 
-    A RECIPE is a Python file, or a package.module, with the functions model(), loss(model, batch),
-    optimizer(parameters) and data(split). Optional are scheduler(optimizer), collate(samples) and init(module).
+    RECIPE is a Python file or module that defines model(), loss(model, batch), optimizer(parameters) and data(split),
+    and optionally scheduler(optimizer), collate(samples) and init(module).
 
-    A SPEC is a plan. In one line: data=2,pipeline=2,schedule=1f1b,microbatches=8. tensor=2 splits operators and
-    their parameters, sequence=2 splits operators and leaves parameters whole, precision=bfloat16 is autocast,
-    recompute=full, selective or budget:200MB computes activations again instead of keeping them,
-    recompute=blocks.3:full+blocks.5:full those of modules, compile=yes compiles every stage with torch.compile's
-    inductor, and is priced as uncompiled. With a mesh for each stage: "[data=2 | tensor=2 | 1],microbatches=8". Or
-    the path of a plan file: one that inspect --write made, the plan.yaml of an earlier run, or your own. Or auto, for
-    the plan that is predicted to be the fastest.
+    SPEC is a plan: a line of keys such as data=2,pipeline=2,schedule=1f1b,microbatches=8, the path of a plan file
+    (written by inspect --write, or the plan.yaml of an earlier run), or auto for the plan that is predicted to be the
+    fastest. tensor=2 shards operators and their parameters; sequence=2 shards operators and replicates parameters;
+    precision=bfloat16 enables autocast; recompute=full, selective, budget:200MB or blocks.3:full+blocks.5:full
+    recomputes activations; compile=yes compiles each stage with torch.compile. A mesh per stage is written
+    "[data=2 | tensor=2 | 1],microbatches=8".
 
     \b
     Example:
@@ -199,15 +198,16 @@ def verify(
     resume_plan: options.ResumePlan = None,
     json: Json = False,
 ) -> None:
-    """Prove a plan equal to one worker, in float64.
+    """Verify in float64 that a plan computes the same numbers as one worker.
 
-    Trains K steps on one worker and by the plan, each step from the same state, and compares the losses, gradients,
-    weights, buffers and optimizer states of every step. Exit code 1 where a relative error is above 1e-9; then the
-    first operator whose value differs is named.
+    Trains K steps on one worker and with the plan, each step from the same state, and compares losses, gradients,
+    weights, buffers and optimizer states. If a relative error exceeds 1e-9, reports the first operator whose value
+    differs and exits with code 1.
 
-    With --resume it proves checkpoints: K steps, and half of them, a checkpoint and the others on fresh workers, must
-    agree in every bit of the losses, weights, buffers, optimizers and schedulers; with --resume-plan, to 1e-9 where
-    another plan goes on. Exit code 1 where they do not; then the first tensor that differs is named.
+    With --resume, verifies checkpointing: K steps without interruption, and K steps that are interrupted by a
+    checkpoint and resumed on new workers, must agree bit by bit in losses, weights, buffers, optimizers and
+    schedulers; with --resume-plan, to within 1e-9 when resumed under another plan. Otherwise reports the first tensor
+    that differs and exits with code 1.
 
     \b
     Examples:
@@ -241,28 +241,30 @@ def inspect(
         typer.Option(
             "--plan",
             metavar="SPEC",
-            help="Show the plan's stages and crossings, too, and how tensor= and sequence= split the operators; auto "
-            "for the best plan on this machine.",
+            help="Also show the plan's stages, the values sent between them, and how tensor= and sequence= shard the "
+            "operators. auto: the plan predicted to be fastest on this machine.",
         ),
     ] = None,
     batch: Batch = 64,
     set_: Set = None,
     write: Annotated[
         Path | None,
-        typer.Option("--write", metavar="FILE", help="Write the plan into a file, which --plan takes."),
+        typer.Option("--write", metavar="FILE", help="Write the plan to a file, for --plan."),
     ] = None,
     svg: Annotated[
         Path | None,
-        typer.Option("--svg", metavar="FILE", help="Draw a step by the operators' measured times, without messages."),
+        typer.Option(
+            "--svg", metavar="FILE", help="Draw a step from the measured times of operators, without communication."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show what is captured of a model, and how a plan cuts it.
+    """Show the captured graph of a model, and how a plan partitions it.
 
-    Without a plan: operators, parameters, FLOPs of a forward pass and bytes of all values, per module; and what could
-    not be captured, with the reason. With a plan, also its stages, and every value that crosses from one stage to
-    another. With tensor= or sequence=, also how the operators of every module are split, which messages that needs, and
-    what stays whole and why.
+    Lists operators, parameters, FLOPs of a forward pass and bytes of all values per module, and the modules that could
+    not be captured, with the reason. With a plan, also lists its stages and every value sent between stages. With
+    tensor= or sequence=, also lists how the operators of each module are sharded, the communication this requires, and
+    which operators are not sharded and why.
 
     \b
     Examples:
@@ -284,8 +286,8 @@ cli_planning.register(app)
 @app.command()
 def lanes(
     stages: options.DrawnStages,
-    microbatches: Annotated[int, typer.Option("--microbatches", metavar="M", min=1, help="Microbatches in a batch.")],
-    schedule: Annotated[ScheduleName | None, typer.Argument(help="Which schedule.", show_default=False)] = None,
+    microbatches: Annotated[int, typer.Option("--microbatches", metavar="M", min=1, help="Number of microbatches.")],
+    schedule: Annotated[ScheduleName | None, typer.Argument(help="Name of the schedule.", show_default=False)] = None,
     compare: options.Compare = False,
     chunks: options.Chunks = None,
     batches: options.Batches = None,
@@ -301,15 +303,14 @@ def lanes(
     html: options.Html = None,
     json: Json = False,
 ) -> None:
-    """Draw a schedule's swimlane from theory.
+    """Draw the timeline of a pipeline schedule from given durations.
 
-    Shows which stage runs which microbatch when, the utilization (coloured over total area), the makespan in ticks, the
-    utilization of each worker from its first pass to its last one, and the most microbatches that it holds at once.
-    interleaved and zb-v cut each stage into chunks (a, b, ...); durations are then those of a chunk. zb-h1, zb-h2 and
-    zb-v run backward passes in two halves: input gradients, then weight gradients. pipedream (a batch is one
-    microbatch) and pipedream-2bw are drawn as runs with their updates. auto is the order that a search finds for these
-    durations, with backward passes whole and in halves. With --replicas a stage has several workers, which compute
-    microbatches in turn. --compare draws all schedules of one model, whose stages keep their durations in chunks.
+    Shows when each stage runs each microbatch, the utilization (busy time over total time), the makespan in ticks, the
+    utilization of each worker between its first and last pass, and the maximum number of microbatches that it holds.
+    interleaved and zb-v divide each stage into chunks (a, b, ...), to which durations then refer. zb-h1, zb-h2 and zb-v
+    split backward passes into input gradients and weight gradients. pipedream and pipedream-2bw are drawn over several
+    updates. auto is the order found by a search. With --replicas, several workers share a stage and take microbatches
+    in turn. --compare draws all schedules.
 
     \b
     Examples:

@@ -11,22 +11,22 @@ from polylane.commands.requests import WorkerRange
 from polylane.verify.audit import AuditMode
 
 Recipe = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A Python file, or a package.module.", show_default=False)
+    str, typer.Argument(metavar="RECIPE", help="Path of a Python file, or a dotted module name.", show_default=False)
 ]
 Plan = Annotated[
     str | None,
     typer.Option(
         "--plan",
         metavar="SPEC",
-        help="How to split the training: one line of data=, pipeline=, sequence=, tensor=, ..., a plan file, or auto "
-        "for the best plan on this machine. Default: data=N.",
+        help="How to split the training: a line such as data=2,pipeline=2, the path of a plan file, or auto for the "
+        "plan predicted to be fastest on this machine. Default: data=N.",
     ),
 ]
 # The bound is that of a plan's workers.
 Workers = Annotated[
     int | None,
     typer.Option(
-        "--workers", metavar="N", min=1, max=2**20, help="Number of workers. Default: as many as the plan takes."
+        "--workers", metavar="N", min=1, max=2**20, help="Number of workers. Default: as many as the plan needs."
     ),
 ]
 
@@ -45,19 +45,20 @@ WorkersOrRange = Annotated[
         "--workers",
         metavar="N|MIN:MAX",
         parser=_parse_workers,
-        help="Number of workers; with MIN:MAX a lost one is left out, down to MIN. Default: as many as the plan takes.",
+        help="Number of workers. With MIN:MAX, training continues on fewer workers, down to MIN, when some are lost. "
+        "Default: as many as the plan needs.",
     ),
 ]
 Batch = Annotated[
-    int, typer.Option("--batch", metavar="B", min=1, max=2**30, help="Samples of a batch, over all workers.")
+    int, typer.Option("--batch", metavar="B", min=1, max=2**30, help="Number of samples in a batch, over all workers.")
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="A keyword argument of the recipe's functions. Repeatable."),
+    typer.Option("--set", metavar="NAME=VALUE", help="Keyword argument passed to the recipe's functions. Repeatable."),
 ]
-Epochs = Annotated[int | None, typer.Option("--epochs", metavar="E", min=1, help="Times through the data. Default: 1.")]
+Epochs = Annotated[int | None, typer.Option("--epochs", metavar="E", min=1, help="Number of epochs. Default: 1.")]
 Steps = Annotated[
-    int | None, typer.Option("--steps", metavar="S", min=1, help="Optimizer steps to train, in place of --epochs.")
+    int | None, typer.Option("--steps", metavar="S", min=1, help="Number of optimizer steps, instead of --epochs.")
 ]
 
 
@@ -79,30 +80,37 @@ RunFolder = Annotated[
 Seed = Annotated[
     int,
     typer.Option(
-        "--seed", metavar="S", min=0, max=2**32 - 1, help="Seed of the weights, the order of samples and all dropout."
+        "--seed",
+        metavar="S",
+        min=0,
+        max=2**32 - 1,
+        help="Seed of the weights, the order of samples, and all random numbers of the model.",
     ),
 ]
 ClipNorm = Annotated[
-    float | None, typer.Option("--clip-norm", metavar="X", help="Bound on the 2-norm of all gradients.")
+    float | None, typer.Option("--clip-norm", metavar="X", help="Clip the gradients to this total 2-norm.")
 ]
 OnNan = Annotated[
     Literal["stop", "warn"],
-    typer.Option("--on-nan", help="If the loss is not finite: stop, naming the first operator; or warn and go on."),
+    typer.Option(
+        "--on-nan",
+        help="If the loss is not finite: stop and report the first operator that was not, or warn and continue.",
+    ),
 ]
 Audit = Annotated[
     AuditMode,
     typer.Option(
         "--audit",
-        help="Make steps 1, 2, 4, 8, ... and one of each epoch again as the recipe is written, in one process beside "
-        "the training, and compare: auto keeps that below 1% of the time, and stops at a difference; stop audits "
-        "every such step; warn goes on at a difference.",
+        help="Repeat steps 1, 2, 4, 8, ... and the first of each epoch in a separate process, as the recipe is"
+        " written, and compare the results. auto: audit as many of them as fit into 1% of the training "
+        "time, and stop if a step differs; stop: audit all of them; warn: continue if a step differs.",
     ),
 ]
 OnHang = Annotated[
     Literal["stop", "restart", "wait"],
     typer.Option(
         "--on-hang",
-        help="If a worker does not go on: stop, naming it; or name it and wait. Or restart, as --max-restarts allows.",
+        help="If a worker hangs: stop and report it, restart the workers (see --max-restarts), or report it and wait.",
     ),
 ]
 HangAfter = Annotated[
@@ -110,18 +118,17 @@ HangAfter = Annotated[
     typer.Option(
         "--hang-after",
         metavar="SECONDS",
-        help="No progress for this long is a hang: in a step or the loader, and of a worker that cannot run (stopped, "
-        "or its interpreter locked) anywhere. Default: 8 s longer than steps usually take; 9.5 min outside of steps.",
+        help="Seconds without progress after which a worker is considered hung. Default: 8 s longer than a "
+        "step usually takes, and 9.5 min outside of steps.",
     ),
 ]
-# Hidden: accepted for command lines from before --on-nan.
 Grace = Annotated[
     float,
     typer.Option(
         "--grace",
         metavar="SECONDS",
         min=0,
-        help="Where checkpoints are saved: time for one after SIGTERM, Ctrl-C and such, before the end at once.",
+        help="Time to save a checkpoint after SIGTERM, Ctrl-C or another stop signal; then the run ends at once.",
     ),
 ]
 RequeueCode = Annotated[
@@ -131,14 +138,14 @@ RequeueCode = Annotated[
         metavar="CODE",
         min=0,
         max=125,
-        help="Exit code where SIGTERM or such a signal ended the training early and a checkpoint was saved, by which a "
-        "batch system starts it again.",
+        help="Exit code of a run that a stop signal ended early, after saving a checkpoint; lets a batch "
+        "system requeue the job.",
     ),
 ]
 OnDiskError = Annotated[
     Literal["warn", "stop"],
     typer.Option(
-        "--on-disk-error", help="If the run folder cannot be written to any more: warn once and go on; or stop."
+        "--on-disk-error", help="If the run folder can no longer be written: warn once and continue, or stop."
     ),
 ]
 SaveEvery = Annotated[
@@ -146,16 +153,20 @@ SaveEvery = Annotated[
     typer.Option(
         "--save-every",
         metavar="INTERVAL",
-        help="Save checkpoints: every 500 steps (500), every ten minutes (10m, 30s, 2h), or auto: by what they cost.",
+        help="Interval between checkpoints: a number of steps (500), a time (30s, 10m, 2h), or auto, which "
+        "bounds their cost.",
     ),
 ]
-Keep = Annotated[int, typer.Option("--keep", metavar="N", min=1, help="Newest checkpoints that are kept.")]
+Keep = Annotated[
+    int, typer.Option("--keep", metavar="N", min=1, help="Number of checkpoints to keep; older ones are deleted.")
+]
 Resume = Annotated[
     str | None,
     typer.Option(
         "--resume",
         metavar="auto|PATH",
-        help="Go on from the newest complete checkpoint of --run, if there is one; or from a checkpoint's folder.",
+        help="Resume from the newest complete checkpoint of --run, if there is one (auto), or from a "
+        "checkpoint folder.",
     ),
 ]
 MaxRestarts = Annotated[
@@ -164,15 +175,15 @@ MaxRestarts = Annotated[
         "--max-restarts",
         metavar="N",
         min=0,
-        help="Start the workers again when one has died, so many times. Default: 0, or MAX - MIN of --workers.",
+        help="Number of times the workers are restarted after one has died. Default: 0, or MAX - MIN of --workers.",
     ),
 ]
-DropLast = Annotated[bool, typer.Option("--drop-last", help="Leave out an epoch's last batch if it is shorter.")]
+DropLast = Annotated[bool, typer.Option("--drop-last", help="Drop the last batch of an epoch if it is incomplete.")]
 LargeBatchOptimizer = Annotated[
     Literal["lars", "lamb"] | None,
-    typer.Option("--optimizer", help="An optimizer for large batches in place of the recipe's, with --lr."),
+    typer.Option("--optimizer", help="Use this large-batch optimizer instead of the recipe's. Requires --lr."),
 ]
-LearningRate = Annotated[float | None, typer.Option("--lr", metavar="X", help="The learning rate of --optimizer.")]
+LearningRate = Annotated[float | None, typer.Option("--lr", metavar="X", help="Learning rate of --optimizer.")]
 ScaleRate = Annotated[
     Literal["linear", "sqrt"] | None,
     typer.Option("--scale-lr", help="Scale the recipe's learning rates from --base-batch to --batch."),
@@ -180,61 +191,86 @@ ScaleRate = Annotated[
 BaseBatch = Annotated[
     int | None,
     typer.Option(
-        "--base-batch", metavar="B", min=1, help="The batch for which the recipe's learning rates were chosen."
+        "--base-batch", metavar="B", min=1, help="Batch size for which the recipe's learning rates were chosen."
     ),
 ]
 Warmup = Annotated[
-    int, typer.Option("--warmup", metavar="S", min=0, help="Steps in which learning rates rise to their full value.")
+    int,
+    typer.Option(
+        "--warmup", metavar="S", min=0, help="Number of steps over which learning rates rise to their full value."
+    ),
 ]
-Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture as SVG.")]
-Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as an HTML page.")]
+Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the figure as SVG.")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the result as an HTML page.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
-Compare = Annotated[bool, typer.Option("--compare", help="All schedules side by side, in place of one.")]
+Compare = Annotated[bool, typer.Option("--compare", help="Draw all schedules side by side, instead of one.")]
 Chunks = Annotated[
     int | None,
     typer.Option(
-        "--chunks", metavar="V", min=1, help="Parts that each stage is cut into, all on its worker. Default: 2, or 1."
+        "--chunks",
+        metavar="V",
+        min=1,
+        help="Number of chunks per stage, all on the same worker. Default: 2 for interleaved, else 1.",
     ),
 ]
 Batches = Annotated[
-    int | None, typer.Option("--batches", metavar="T", min=1, help="Batches of a run of pipedream-2bw. Default: 2.")
+    int | None,
+    typer.Option("--batches", metavar="T", min=1, help="Number of batches to draw for pipedream-2bw. Default: 2."),
 ]
 VerticalSync = Annotated[
-    bool, typer.Option("--vertical-sync", help="The stages of pipedream use the same version of their weights.")
+    bool, typer.Option("--vertical-sync", help="Use the same weight version on all stages of pipedream.")
 ]
 Live = Annotated[
     int | None,
-    typer.Option("--live", metavar="L", min=1, help="Most live microbatches of a worker, for auto. Default: all."),
+    typer.Option(
+        "--live", metavar="L", min=1, help="Maximum number of live microbatches per worker, for auto. Default: all."
+    ),
 ]
 DrawnStages = Annotated[
-    str, typer.Option("--stages", metavar="K|FILE", help="A number of stages, or a YAML file of stages that branch.")
+    str,
+    typer.Option(
+        "--stages", metavar="K|FILE", help="Number of stages, or a YAML file that describes branching stages."
+    ),
 ]
 Replicas = Annotated[
     str | None,
     typer.Option(
         "--replicas",
         metavar="D",
-        help="Replicas of a stage that take microbatches in turn; 2,1 for stages that differ.",
+        help="Number of replicas per stage, which take microbatches in turn; 2,1 sets it per stage.",
     ),
 ]
 ForwardTicks = Annotated[
-    str, typer.Option("--forward", metavar="TICKS", help="Time of one forward; 1,2,1 for stages that differ.")
+    str,
+    typer.Option("--forward", metavar="TICKS", help="Duration of a forward pass in ticks; 1,2,1 sets it per stage."),
 ]
-BackwardTicks = Annotated[str, typer.Option("--backward", metavar="TICKS", help="Time of one backward, likewise.")]
+BackwardTicks = Annotated[
+    str, typer.Option("--backward", metavar="TICKS", help="Duration of a backward pass in ticks, likewise.")
+]
 WeightTicks = Annotated[
     str | None,
-    typer.Option("--weight", metavar="TICKS", help="Of it, time of the weight gradients, likewise. Default: half."),
+    typer.Option(
+        "--weight", metavar="TICKS", help="Part of --backward spent on weight gradients, likewise. Default: half."
+    ),
 ]
 Halving = Annotated[
     str,
     typer.Option(
-        "--halving", metavar="PART", help="What two halves of a backward take longer than it, as in 0.08; likewise."
+        "--halving",
+        metavar="PART",
+        help="Overhead of splitting a backward pass in two, as a fraction (0.08), likewise.",
     ),
 ]
-HopTicks = Annotated[str, typer.Option("--hop", metavar="TICKS", help="Time of a value between two workers.")]
+HopTicks = Annotated[
+    str, typer.Option("--hop", metavar="TICKS", help="Duration of a message between two workers in ticks.")
+]
 
-ProveResume = Annotated[bool, typer.Option("--resume", help="Prove checkpoints: go on from one, against no break.")]
+ProveResume = Annotated[
+    bool, typer.Option("--resume", help="Verify checkpointing: compare a resumed run with an uninterrupted one.")
+]
 ResumePlan = Annotated[
     str | None,
-    typer.Option("--resume-plan", metavar="SPEC", help="With --resume: a plan that goes on from the checkpoint, too."),
+    typer.Option(
+        "--resume-plan", metavar="SPEC", help="With --resume: also resume from the checkpoint under this plan."
+    ),
 ]

@@ -24,7 +24,7 @@ _Cluster = Annotated[
     typer.Option(
         "--cluster",
         metavar="CLUSTER",
-        help="Devices and links: a cluster file, or one line such as 8:h100-80g, 16x8:a100-80g,hosts=roce-200 or "
+        help="Devices and links: a cluster file, or a line such as 8:h100-80g, 16x8:a100-80g,hosts=roce-200 or "
         "2x4x8:a100-80g,sites=internet-1g.",
     ),
 ]
@@ -38,17 +38,17 @@ _Recompute = Annotated[
     str | None,
     typer.Option(
         "--recompute",
-        help="Activations that are recomputed instead of kept: none, selective (attention's), full; for a given plan "
-        "also a budget such as budget:200MB, or modules: blocks.3:full+blocks.5:selective. Default: what the plan "
-        "says, or what a search needs to fit.",
+        help="Activations to recompute instead of saving them: none, selective (of attention) or full; with a "
+        "given plan also a budget (budget:200MB) or modules (blocks.3:full+blocks.5:selective). Default: "
+        "that of the plan, or what a found plan needs to fit.",
     ),
 ]
 _Shard = Annotated[
     str | None,
     typer.Option(
         "--shard",
-        help="The plan's key shard: what is sharded over replicas: none, optimizer, gradients, parameters (ZeRO-1, -2, "
-        "-3). Default: what the plan says, or the search finds.",
+        help="State to shard over replicas: none, optimizer, gradients or parameters (ZeRO-1, -2, -3). "
+        "Default: that of the plan, or what the search finds.",
     ),
 ]
 _Every = Annotated[
@@ -56,7 +56,7 @@ _Every = Annotated[
     typer.Option(
         "--every",
         metavar="N",
-        help="The plan's key every: replicas average parameters every N steps; 1: gradients in each.",
+        help="Average the parameters of replicas every N steps; 1: average gradients in each step.",
     ),
 ]
 
@@ -66,42 +66,45 @@ _Schedule = Annotated[
     typer.Option(
         "--schedule",
         metavar="NAME",
-        help="The plan's key schedule: 1f1b, afab, interleaved, zb-h1, ... Default: what the plan says, or the search "
-        "finds.",
+        help="Pipeline schedule: 1f1b, afab, interleaved, zb-h1, ... Default: that of the plan, or what the "
+        "search finds.",
     ),
 ]
 _Chunks = Annotated[
     int | None,
-    typer.Option("--chunks", metavar="V", help="The plan's key chunks: stages of every worker (1F1B: interleaved)."),
+    typer.Option("--chunks", metavar="V", help="Number of stages per worker (makes 1f1b interleaved)."),
 ]
 _Reserve = Annotated[
     str | None,
     typer.Option(
         "--reserve",
         metavar="SHARE|SIZE",
-        help='Memory that a found plan leaves free on every device, as in 5% or "2 GiB". Default: 5%.',
+        help='Memory to leave free on each device when searching: 5% or "2 GiB". Default: 5%.',
     ),
 ]
 
 
 def probe(
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Measure this machine into a cluster file.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the measurements to a cluster file.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", metavar="N", help="Workers that will train here. Default: up to four.")
+        int | None,
+        typer.Option("--workers", metavar="N", help="Number of workers that will train here. Default: up to four."),
     ] = None,
     profile: Annotated[
         list[str] | None,
         typer.Option(
-            "--profile", metavar="RECIPE", help="Measure a recipe's own operators, for plan and simulate --profile."
+            "--profile",
+            metavar="RECIPE",
+            help="Measure the operators of a recipe, for --profile of plan and simulate. Repeatable.",
         ),
     ] = None,
     batch: Batch = 64,
     set_: Set = None,
     json: Json = False,
 ) -> None:
-    """Measure this machine: speed of operators, memory, messages and collectives, and what workers cost each other.
+    """Measure this machine: operators, memory, communication, and the slowdown of workers that run side by side.
 
     \b
     Examples:
@@ -116,7 +119,8 @@ def probe(
 
 
 _Profile = Annotated[
-    bool, typer.Option("--profile", help="Use the times that polylane probe --profile measured of this recipe.")
+    bool,
+    typer.Option("--profile", help="Use the operator times that polylane probe --profile measured for this recipe."),
 ]
 
 # Options of simulate alone.
@@ -125,16 +129,24 @@ _SimulatedPlan = Annotated[
     typer.Option(
         "--plan",
         metavar="SPEC",
-        help="How to split it: a line, a file, or auto for the plan that polylane plan finds.",
+        help="The plan: a line, a plan file, or auto for the plan that polylane plan finds.",
     ),
 ]
-_Overlap = Annotated[bool, typer.Option("--overlap/--no-overlap", help="Reduce gradients during the backward pass.")]
+_Overlap = Annotated[
+    bool, typer.Option("--overlap/--no-overlap", help="Overlap gradient reduction with the backward pass.")
+]
 _Slow = Annotated[
     list[str] | None,
-    typer.Option("--slow", metavar="RANK=SPEED", help="A straggler: with 3=0.8 rank 3 needs 1 / 0.8 of the time."),
+    typer.Option(
+        "--slow",
+        metavar="RANK=SPEED",
+        help="Simulate a straggler: 3=0.8 runs rank 3 at 0.8 times its speed. Repeatable.",
+    ),
 ]
-_Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the predicted swimlanes as a page.")]
-_Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the predicted swimlanes as a picture.")]
+_Html = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write the predicted timeline as an HTML page.")
+]
+_Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the predicted timeline as SVG.")]
 
 
 def simulate(
@@ -158,10 +170,10 @@ def simulate(
     reserve: _Reserve = None,
     json: Json = False,
 ) -> None:
-    """Predict a step of a plan on a cluster that need not be there.
+    """Predict time, memory and communication of a training step on any cluster.
 
-    The model is built without its weights, so that any size fits. The programs of the workers are simulated with the
-    costs of operators, messages and memory. Printed are time, utilization, bytes, memory of every stage, and price.
+    Does not need the cluster: the model is built without weights, so a model of any size can be simulated. Prints the
+    predicted time, utilization, bytes sent, memory of each stage, and price.
 
     \b
     Examples:
@@ -200,15 +212,19 @@ def simulate(
 _Fixed = Annotated[
     str | None,
     typer.Option(
-        "--plan", metavar="KEYS", help="Keys that the plan must have, as in data=2,shard=parameters. Default: none."
+        "--plan",
+        metavar="KEYS",
+        help="Keys that every considered plan must have, such as data=2,shard=parameters. Default: none.",
     ),
 ]
 _MostWorkers = Annotated[
-    int | None, typer.Option("--workers", metavar="N", min=1, help="How many devices to use at most. Default: all.")
+    int | None, typer.Option("--workers", metavar="N", min=1, help="Maximum number of devices to use. Default: all.")
 ]
 _Memory = Annotated[
     str | None,
-    typer.Option("--memory", metavar="SIZE", help='Memory of a worker, as in "30 GiB". Default: all but --reserve.'),
+    typer.Option(
+        "--memory", metavar="SIZE", help='Memory available to a worker, such as "30 GiB". Default: all but --reserve.'
+    ),
 ]
 
 
@@ -227,19 +243,19 @@ def plan(
     schedule: _Schedule = None,
     chunks: _Chunks = None,
     reserve: _Reserve = None,
-    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="How many plans to show.")] = 5,
+    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="Number of plans to show.")] = 5,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the best plan as a file.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the best plan to a file.")
     ] = None,
     profile: _Profile = False,
     json: Json = False,
 ) -> None:
-    """Find the fastest plan for a cluster, and say why it is.
+    """Find the fastest plan for a cluster, and explain the choice.
 
-    Compares replicas and what they share out, pipelines and their schedules, split operators, stages with meshes of
-    their own and numbers of microbatches by estimated times, and simulates the best of them. Says what bounds the best
-    plan, what would make it faster, and what does not fit. What changes a training's numbers (every=, wire=, the
-    asynchronous schedules, ...) is never chosen unasked.
+    Estimates plans of every kind (data parallelism with sharded state, pipelines and their schedules, sharded
+    operators, a mesh per stage, numbers of microbatches), and simulates the best of them. Reports what limits the best
+    plan, what would make it faster, and which plans do not fit. Options that change the numbers of a training (every=,
+    wire=, asynchronous schedules, ...) are only used if you request them.
 
     \b
     Examples:

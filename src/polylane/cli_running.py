@@ -60,12 +60,13 @@ def train(
 ) -> None:
     """Train a recipe's model on N workers.
 
-    DIR gets plan.yaml, metrics.jsonl (a line for each step), model.safetensors (loads into the plain model), a late
-    step as timeline.json, swimlane.html and trace.json (ui.perfetto.dev), and checkpoints/. Files of an earlier run are
-    replaced at a good end; until then this one writes into DIR/unfinished. Exit codes: 1 a worker failed, 2 wrong
-    input, 130 Ctrl-C, 128 and the number of SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU. With --save-every or
-    --max-restarts such a signal saves a checkpoint first, within --grace, and the code is --requeue-code. Output that
-    cannot be written (a full disk, | head -1) is dropped, and no error.
+    Writes plan.yaml, metrics.jsonl (one line per step), model.safetensors (loads into the plain model), the timeline of
+    one step (timeline.json, swimlane.html, trace.json for ui.perfetto.dev) and checkpoints/ to DIR. Files of an earlier
+    run are replaced when the run succeeds; until then it writes to DIR/unfinished.
+
+    Exit codes: 1 if a worker failed, 2 for invalid input, 130 after Ctrl-C, 128 plus the signal number after SIGTERM,
+    SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU. With --save-every or --max-restarts, such a signal saves a checkpoint first,
+    within --grace, and the exit code is --requeue-code. Output that cannot be written is dropped without an error.
 
     \b
     Examples:
@@ -94,7 +95,7 @@ def export(
         Path,
         typer.Argument(
             metavar="CHECKPOINT",
-            help="The folder of a checkpoint; of a run, or of its checkpoints, the newest complete one is taken.",
+            help="A checkpoint folder, or a run folder, whose newest complete checkpoint is used.",
             show_default=False,
         ),
     ],
@@ -102,11 +103,11 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is there already.")] = False,
     json: Json = False,
 ) -> None:
-    """Write the weights of a checkpoint as a plain safetensors file.
+    """Write the weights of a checkpoint to a plain safetensors file.
 
-    The file has the weights and buffers of the model's state_dict(), whole, under the model's own names, whatever plan
-    saved them; where replicas differ (every=), their mean. Any reader of safetensors reads it. A weight of complex128,
-    which safetensors does not have, becomes two, NAME.real and NAME.imag.
+    The file contains the full weights and buffers of the model's state_dict(), under the model's own names, whichever
+    plan saved them; where replicas differ (every=), their mean. Weights of type complex128, which safetensors does not
+    support, are stored as NAME.real and NAME.imag.
 
     \b
     Example:
@@ -118,12 +119,12 @@ def export(
 
 
 def why(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.", show_default=False)],
     svg: options.Svg = None,
     html: options.Html = None,
     json: Json = False,
 ) -> None:
-    """Say why a run stood still or failed: who, where, and what everybody else was doing.
+    """Explain why a run hung or failed: which worker, where, and what the other workers were doing.
 
     Shows the last steps up to that moment, with the culprit in red, and its stack. Exit code 2 where the run ended
     well.

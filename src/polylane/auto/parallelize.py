@@ -54,34 +54,40 @@ def parallelize(
     hang_after: float | None = None,
     audit: AuditMode = "auto",
 ) -> Job:
-    """Split the training of a plain model over the workers that torchrun started.
+    """Distribute the training of a model over the workers that torchrun started.
 
-    A single process is refused a plan for several workers, unless ``alone`` says that it may train by itself.
+    Every worker calls this function with the same arguments. A single process is refused a plan for several workers,
+    unless ``alone`` is True.
 
     Args:
-        model: an ordinary ``nn.Module``. If workers built it with different weights, those of rank 0 count.
-        loss: ``loss(model, batch)`` -> scalar mean, or :class:`polylane.Mean`; a criterion of (x, y); several by name.
-        optimizer: a torch.optim optimizer on the model's parameters, which then steps on what this worker has of them;
-            or a function that builds one: (name, parameter) pairs -> optimizer; or one for each loss.
-        example: a batch, for its form and size.
-        plan: ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, or a :class:`polylane.plan.plan.Plan`; or ``"auto"``
-            for the best one that takes every worker: rank 0 measures the model on the example, and prints on stderr
-            what it chose. "auto" takes one loss, and workers of one host.
-        scheduler: optimizer -> learning-rate scheduler, stepped after every step; leave it out to step your own.
-        batch_size: samples of a training batch, if they are not as many as the example's.
-        clip_norm: bound on the gradients' 2-norm over all parameters that the optimizer takes.
-        seed: of the order of samples and of all random numbers.
-        init: for a model built on the meta device: ``init(module)`` fills the tensors that the module itself owns;
-            default: its ``reset_parameters()``. The weights are those of ``torch.manual_seed(seed);
-            model.to_empty(device=...); model.apply(init)``, and a worker holds its part of them and one module at most.
-        alone: where this process is the only worker (``python script.py``), train the plan's microbatches on it, as the
-            reference of what the plan computes; with several workers it changes nothing. What has no meaning on one
-            worker (stale weights of an asynchronous schedule, replicas that agree now and then) is left out.
-        on_hang: who does not go on while others wait for it is named on stderr, and with ``"stop"`` killed; the others
-            raise :class:`polylane.errors.WorkerHung`. ``"wait"`` only names it, with None nobody watches.
-        hang_after: seconds without progress after which a worker hangs; default: 8 s longer than steps usually take.
-        audit: steps 1, 2, 4, 8, ... and the first of each epoch are made again by your own code in one process; a
-            difference is an error, with ``"warn"`` a warning; ``"auto"`` keeps that below 1% of the time.
+        model: an ordinary ``nn.Module``. If the weights of workers differ, those of rank 0 are used.
+        loss: ``loss(model, batch)``, which returns a scalar mean or a :class:`polylane.Mean`; or a criterion, called as
+            ``criterion(model(x), y)``; or several by name.
+        optimizer: a torch.optim optimizer over the model's parameters; or a function that builds one from (name,
+            parameter) pairs; or one for each loss. It steps on the parameters, or shards of them, that a worker holds.
+        example: a batch that has the structure and, unless ``batch_size`` is given, the size of the training batches.
+        plan: a line such as ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, a :class:`polylane.plan.plan.Plan`,
+            or ``"auto"``: rank 0 measures the model on the example and chooses the plan that is predicted to be the
+            fastest on all workers. "auto" supports one loss, and workers on one host.
+        scheduler: function that builds a learning-rate scheduler from the optimizer. It is stepped after every step;
+            leave it out to step a scheduler yourself.
+        batch_size: number of samples in a training batch. Default: that of the example.
+        clip_norm: maximum 2-norm of the gradients of all parameters of the optimizer. Default: no clipping.
+        seed: seed of the order of samples and of all random numbers of the model.
+        init: for a model on the meta device: ``init(module)`` initializes the tensors that the module itself owns.
+            Default: its ``reset_parameters()``. The weights equal those of ``torch.manual_seed(seed);
+            model.to_empty(device=...); model.apply(init)``; a worker materializes its own part of them only.
+        alone: allow a single process (``python script.py``) to train with a plan for several workers, as a reference.
+            Options without a meaning on one worker (stale weights, averaging every n steps) are ignored.
+        on_hang: what to do if a worker hangs while others wait for it: ``"stop"`` reports it on stderr and kills it,
+            and the others raise :class:`polylane.errors.WorkerHung`; ``"wait"`` only reports it; None: no check.
+        hang_after: seconds without progress after which a worker is considered hung. Default: 8 s more than a step.
+        audit: repeat steps 1, 2, 4, 8, ... and the first of each epoch with your own code in a separate process, and
+            compare the results. A difference is an error, or a warning with ``"warn"``; ``"auto"`` bounds the cost to
+            1% of the training time; ``"off"`` disables audits.
+
+    Returns:
+        This worker's :class:`polylane.Job`.
 
     Raises:
         PolylaneError: the plan does not fit the workers or the model, or no plan does; the message says why.

@@ -33,15 +33,15 @@ class NoModule(PolylaneError, AttributeError):
 
 
 class DataParallel:
-    """Models replicated on every worker, each of which trains on its own samples of every batch (as torch's DDP).
+    """Models that are replicated on every worker, each of which trains on its own samples of a batch, like torch's DDP.
 
-    Made by :func:`polylane.data_parallel`. Inside the loop over :meth:`batches` the user's code is that of one device:
-    after each ``loss.backward()`` the gradients are those of the whole batch's mean, batch normalization sees the whole
-    batch, and dropout and ``torch.randn`` draw the numbers that one device would.
+    Created by :func:`polylane.data_parallel`. Inside the loop over :meth:`batches` your code is that of one device:
+    after each ``loss.backward()`` the gradients are those of the mean over the whole batch, batch normalization uses
+    the statistics of the whole batch, and dropout and ``torch.randn`` draw the same numbers as on one device.
 
     Attributes:
         world: this worker's rank, device and backend.
-        models: the user's modules, the same objects as were given.
+        models: the modules that were passed in.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class DataParallel:
 
         Args:
             dataset: map-style or iterable dataset, or a list of samples.
-            batch_size: samples in a batch, over all workers.
+            batch_size: number of samples in a batch, over all workers.
             epochs: number of passes over the dataset.
-            shuffle: whether samples come in a new order each epoch.
-            drop_last: leave out a last batch that is shorter than the others.
-            collate: function from samples to a batch; default: torch's own.
+            shuffle: reshuffle the dataset in each epoch.
+            drop_last: drop the last batch of an epoch if it is incomplete.
+            collate: merges a list of samples into a batch. Default: torch's ``default_collate``.
             workers: number of processes that load ahead.
         """
         step = 0
@@ -284,15 +284,15 @@ class _ScaledBackward(TorchFunctionMode):
 def data_parallel(
     *models: nn.Module, seed: int = 0, on_hang: ScriptOnHang | None = "stop", hang_after: float | None = None
 ) -> DataParallel:
-    """Replicate models over the workers that torchrun started, for the user's own training loop.
+    """Replicate models over the workers that torchrun started, for a training loop of your own.
 
     Without torchrun the same loop runs on one worker.
 
     Args:
-        models: ordinary modules, only changed by hooks on their parameters; rank 0's weights are broadcast.
-        seed: seed for the order of samples and for all random numbers.
-        on_hang, hang_after: as of :func:`polylane.parallelize`. The loop is the script's own code, so that a worker
-            which others wait for in a backward pass is named, but hangs only after 9 min 30 s, unless it is stopped.
+        models: ordinary modules; hooks are registered on their parameters, and the weights of rank 0 are broadcast.
+        seed: seed of the order of samples and of all random numbers of the models.
+        on_hang, hang_after: as in :func:`polylane.parallelize`. Since the loop is your own code, a worker that others
+            wait for is reported, but considered hung only after 9 min 30 s, unless it is stopped.
 
     Raises:
         PolylaneError: no model is given, or one is not an ``nn.Module``; or an option is wrong.

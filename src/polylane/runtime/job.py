@@ -41,15 +41,16 @@ _OF_WORKER = frozenset(("slack", "part_of", "shard_of", "stepping", "staleness",
 
 
 class Job:
-    """One worker's handle on a training that :func:`polylane.parallelize` split; all workers call the same methods.
+    """One worker's part of a distributed training; collective methods must be called by every worker, in one order.
 
     Attributes:
         plan: the plan that the training was compiled for.
         world: this worker's rank, device and backend.
-        model: the user's model, of which this worker's own part is up to date. Where that is not all of it, calls and
-            values of the rest are refused outside of :meth:`whole_model`; writes, alike on every worker, are not.
-        anomalies: detector of values that are not finite in this worker's forward passes; None: off.
-        audit: makes some steps a second time as the user wrote them, and compares; None: off.
+        model: your model. Only the part that this worker holds is up to date: if that is not all of it, calling the
+            model or reading the rest raises an error outside of :meth:`whole_model`. Writing is allowed if every
+            worker writes the same values.
+        anomalies: detector of non-finite values in this worker's forward passes, or None.
+        audit: repeats some steps with your own code and compares the results, or None.
     """
 
     def __init__(
@@ -108,18 +109,18 @@ class Job:
 
     @collective("job.step")
     def step(self, batch: Any, objective: str | None = None) -> StepResult:
-        """Take one optimizer step on one batch: forward, backward, reduction, clipping, optimizer, scheduler.
+        """Make one optimizer step on a batch: forward, backward, reduction, clipping, optimizer, scheduler; collective.
 
-        A dedicated parameter server returns at once, with a loss of nan.
+        On a dedicated parameter server, returns at once with a loss of nan.
 
         Args:
-            batch: a batch of :meth:`batches`; or the same whole batch on every worker, of which each takes its samples.
-            objective: name of one of several losses; default: the first.
+            batch: a batch of :meth:`batches`, or the same whole batch on every worker, which computes on its samples.
+            objective: name of the loss, if there are several. Default: the first.
 
         Raises:
-            ActionFailed: an operator raised; it says where, with the original error as cause.
-            OutOfMemory: the worker asked for memory in vain.
-            PolylaneError: an unknown objective; or this batch, or a later one of its epoch, is too short for the model.
+            ActionFailed: an operator raised an error, which is the cause; the message says where.
+            OutOfMemory: the worker ran out of memory.
+            PolylaneError: unknown objective; or this batch, or a later one of its epoch, is too small for the model.
         """
         name = self._resolve_objective(objective)
         position, stream = self._offered[1:] if batch is self._offered[0] else (self._position, self._stream)
@@ -134,13 +135,13 @@ class Job:
 
     @collective("job.evaluate")
     def evaluate(self, batch: Any, objective: str | None = None) -> float:
-        """Return the loss of a batch in evaluation mode, forward only, through the same stages; changes nothing."""
+        """Return the loss of a batch in evaluation mode, computed by a forward pass under the plan; collective."""
         total, count = self.evaluate_sums(batch, objective)
         return total / count if count else float("nan")
 
     @collective("job.evaluate_sums")
     def evaluate_sums(self, batch: Any, objective: str | None = None) -> tuple[float, float]:
-        """Return the loss of :meth:`evaluate` as (total, count), to be added up over a dataset."""
+        """Return the loss of :meth:`evaluate` as (total, count), to be summed over a dataset; collective."""
         return self._role.evaluate_sums(batch, self._resolve_objective(objective))
 
     def batches(
@@ -156,19 +157,19 @@ class Job:
         first_epoch: int = 0,
         start: Position | None = None,
     ) -> Iterator[Batch]:
-        """Yield batches of a dataset, in an order that depends on the job's seed and the epoch alone.
+        """Yield the batches of a dataset, in an order that depends only on the job's seed and the epoch.
 
-        Every sample comes once an epoch, the last batch has the rest. Each worker loads only the samples that it
-        computes on, or whole batches where a tensor of the example has not one row for each sample. :meth:`step`
-        refuses the first batch of an epoch if one of it is too small for the model, where the dataset has a length.
+        An epoch has every sample once; its last batch may be smaller. A worker loads only the samples that it computes
+        on, or whole batches if some tensor of the example does not have one row per sample. If the dataset has a length
+        and a batch of the epoch is too small for the model, :meth:`step` raises an error at the first one.
 
         Args:
             dataset: map-style or iterable dataset, or a list of samples.
-            batch_size: samples in a batch, over all workers.
+            batch_size: number of samples in a batch, over all workers.
             epochs: number of passes over the dataset.
-            shuffle: whether samples come in a new order each epoch (iterable datasets keep their own).
-            drop_last: leave out a last batch that is shorter than the others.
-            collate: function from samples to a batch; default: torch's own.
+            shuffle: reshuffle a map-style dataset in each epoch; iterable datasets keep their order.
+            drop_last: drop the last batch of an epoch if it is incomplete.
+            collate: merges a list of samples into a batch. Default: torch's ``default_collate``.
             workers: number of processes that load ahead.
             first_epoch: number of the first epoch, which determines the order.
             start: where to begin, such as :attr:`position` after :meth:`load_checkpoint`: earlier batches are passed
@@ -193,56 +194,57 @@ class Job:
 
     @property
     def optimizer(self) -> Any:
-        """The first objective's optimizer, or list of optimizers, over the parameters that this worker holds."""
+        """The optimizer (or list of optimizers) of the first loss, over the parameters that this worker holds."""
         return self._role.optimizer_of(self._resolve_objective(None))
 
     def optimizer_of(self, objective: str) -> Any:
-        """Return the optimizer, or list of optimizers, of one of several objectives."""
+        """Return the optimizer (or list of optimizers) of one of several losses."""
         return self._role.optimizer_of(self._resolve_objective(objective))
 
     def gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:
-        """Return the last step's gradients of what this worker holds (its shards, its replica), reduced and clipped."""
+        """Return the last step's gradients of the parameters or shards that this worker holds, reduced and clipped."""
         return self._role.gradients(self._resolve_objective(objective))
 
     @collective("job.whole_gradients")
     def whole_gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:
-        """Return the gradients of the last step of all parameters that the objective trains; collective.
+        """Return the last step's full gradients of all parameters of a loss, on every worker's CPU; collective.
 
-        They are whole, after reduction and clipping, by the model's own names and in its order, on every worker's CPU:
-        what ``parameter.grad`` is on one device. None where a parameter got no gradient.
+        The keys are the model's parameter names, in its order. The values equal ``parameter.grad`` on one device, after
+        reduction and clipping; None for parameters without a gradient.
         """
         return self._role.whole_gradients(self._resolve_objective(objective))
 
     def held(self) -> dict[str, Tensor]:
-        """Return what this worker keeps up to date (sharded: shards), by the model's own names; servers: parameters."""
+        """Return the tensors (or shards) that this worker keeps up to date, by the model's names."""
         return self._role.held()
 
     @collective("job.state_dict")
     def state_dict(self, *, losses: bool = False) -> dict[str, Tensor]:
-        """Return the whole model's weights and buffers, by its own names, on every worker's CPU; collective.
+        """Return the state dict of the full model, on every worker's CPU; collective.
 
-        With ``losses``, also those that losses have, as "loss.NAME". Of replicas that differ it is the mean.
+        If replicas differ, values are their mean. With ``losses``, includes tensors of losses as "loss.NAME".
         """
         return self._role.state_dict(losses)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take what :meth:`state_dict` returns, the same on every worker; each keeps its part of it."""
+        """Load a state dict of the full model, the same on every worker; each keeps its own part."""
         self._role.load_state_dict(state)
 
     @contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
-        """Context manager: :attr:`model` is whole on every worker; what all write alike is trained on; collective."""
+        """Context manager: :attr:`model` is complete on every worker; what all write alike is kept; collective."""
         with self._role.whole_model(self.state_dict(losses=True)) as model:
             yield model
 
     @collective("job.save")
     def save(self, path: str | Path) -> None:
-        """Write the whole model's weights as safetensors, loadable into the plain model; collective.
+        """Write the weights of the full model to a safetensors file that the plain model can load; collective.
 
-        An existing file is replaced once the new one is complete. complex128 becomes ``NAME.real`` and ``NAME.imag``.
+        An existing file is replaced once the new one is complete. Tensors of type complex128 are stored as
+        ``NAME.real`` and ``NAME.imag``.
 
         Raises:
-            NotFinite: on every worker, if a weight is NaN or infinite; an existing file is left as it is.
+            NotFinite: on every worker, if a weight is NaN or infinite; an existing file is kept.
             PolylaneError: on rank 0, if the file cannot be written.
         """
         self.settle_audit()
@@ -250,7 +252,7 @@ class Job:
 
     @property
     def worker(self) -> TrainingRole | ServingRole:
-        """The role of this worker, for polylane's own commands: no part of the public interface."""
+        """The role of this worker, used by polylane's own commands. Not part of the public interface."""
         return self._role
 
     def __getattr__(self, name: str) -> Any:
@@ -260,10 +262,10 @@ class Job:
         return getattr(self._role, name)
 
     def settle_audit(self) -> None:
-        """Wait for the verdict on the last audited step, before anything is kept of the training; collective.
+        """Wait for the result of the last audit; collective.
 
         Raises:
-            PolylaneError: on all workers, if the step was not what one device computes.
+            PolylaneError: on all workers, if the audited step differs from that of one device.
         """
         if self.audit is not None:
             self.audit.settle()
@@ -272,23 +274,22 @@ class Job:
 
     @property
     def position(self) -> Position:
-        """Steps that were made, and where the training is in its data: behind the batch of the last step."""
+        """Number of completed steps, and the position in the data after the batch of the last step."""
         return self._position
 
     @collective("job.save_checkpoint")
     def save_checkpoint(self, folder: str | Path, *, keep: int | None = None, wait: bool = True) -> None:
-        """Save all that decides how the training goes on; collective.
+        """Save a checkpoint, from which any plan of the same model can resume; collective.
 
-        The checkpoint is a folder ``step-00000500`` in ``folder``, complete once its manifest is there, which any plan
-        of the same model can go on from.
+        The checkpoint is a folder such as ``step-00000500`` inside ``folder``; it is complete once its manifest exists.
 
         Args:
-            folder: folder of the run's checkpoints.
-            keep: number of newest complete checkpoints that are kept; None: all.
-            wait: return when it is complete; else it is at the latest when the next call begins, or :meth:`close`.
+            folder: folder for the checkpoints of this run.
+            keep: number of checkpoints to keep; older ones are deleted. Default: all.
+            wait: wait until it is complete. Otherwise it is complete before the next one, or after :meth:`close`.
 
         Raises:
-            PolylaneError: on every worker, if it cannot be written; earlier checkpoints are as they were.
+            PolylaneError: on every worker, if it cannot be written; earlier checkpoints are kept.
         """
         saver = self.open_saver(parse_folder("save_checkpoint", folder), keep)
         saver.finish()
@@ -297,38 +298,38 @@ class Job:
             saver.finish()
 
     def begin_checkpoint(self, saver: CheckpointSaver, run: Mapping[str, Any] | None = None) -> None:
-        """Take the snapshot of a checkpoint, which is then written beside the training; collective.
+        """Take the snapshot of a checkpoint, which is then written in the background; collective.
 
         Args:
-            saver: of :meth:`open_saver`; no checkpoint of its is being written.
-            run: facts about the run that a resumed one finds in :meth:`load_checkpoint`.
+            saver: saver of :meth:`open_saver` that is not writing another checkpoint.
+            run: facts about the run, which :meth:`load_checkpoint` returns.
 
         Raises:
-            PolylaneError: on every worker, if it cannot be begun.
+            PolylaneError: on every worker, if it cannot be started.
         """
         self.settle_audit()
         facts, role = {"plan": dump(self.plan), "run": {**self._choices, **(run or {})}}, self._role
         saver.begin(self._position, lambda: self._stream.add_to(role.collect_state(), self._rank), facts)
 
     def open_saver(self, folder: Path, keep: int | None) -> CheckpointSaver:
-        """Return the saver of a folder of checkpoints, which the job closes; it keeps ``keep`` of them from now on."""
+        """Return the saver of a folder of checkpoints, which keeps ``keep`` of them; the job closes it."""
         saver = self._savers.setdefault(folder, CheckpointSaver(folder, keep, self._rank, self._role.exchange))
         saver.keep = check_keep(keep)
         return saver
 
     @collective("job.load_checkpoint")
     def load_checkpoint(self, path: str | Path, *, warn: Callable[[str], None] = warnings.warn) -> LoadedCheckpoint:
-        """Go on from a checkpoint, whatever plan wrote it; collective, before the first step.
+        """Resume from a checkpoint, whichever plan wrote it; collective, before the first step.
 
         Args:
-            path: of a checkpoint's folder, or of a folder of checkpoints, whose newest complete one is taken.
-            warn: called on rank 0 where other parameters are trained than in the checkpoint, or clipped otherwise.
+            path: a checkpoint folder, or a folder of checkpoints, whose newest complete one is loaded.
+            warn: called on rank 0 if other parameters are trained than in the checkpoint, or clipping differs.
 
         Returns:
-            What was loaded. ``job.batches(..., start=job.position)`` goes on from where the training was.
+            What was loaded. ``job.batches(..., start=job.position)`` resumes the data.
 
         Raises:
-            PolylaneError: on every worker, if there is none, it is damaged, or of another model.
+            PolylaneError: on every worker, if there is none, or it is damaged or of another model.
         """
         folder = parse_folder("load_checkpoint", path)
         loaded = load_checkpoint(folder, self._rank, self._role.exchange, self._role.restore_state)
@@ -341,28 +342,28 @@ class Job:
 
     @property
     def apart(self) -> bool:
-        """Whether replicas are asynchronous (parameter servers): a worker knows the losses of its own replica only."""
+        """Whether replicas are asynchronous (parameter servers): a worker knows only the losses of its replica."""
         return self.plan.sync.has_servers and self.plan.sync.is_replica_local
 
     @collective("job.gathered")
     def gathered(self, value: Any) -> list[Any]:
-        """Gather every worker's plain value by rank: numbers, text, tensors, None, or made of them; collective."""
+        """Gather a value of every worker, by rank: numbers, strings, tensors or containers of these; collective."""
         return self._role.gather(lambda: value)
 
     @collective("job.traffic")
     def traffic(self) -> list[dict[str, float]]:
-        """Return the bytes that every worker sent in a step, the mean over all steps; collective.
+        """Return the bytes that each worker sent per step, averaged over all steps, by rank; collective.
 
-        By rank: ``"agreement"`` between replicas (gradients, weights), ``"stages"`` values between stages,
-        ``"operators"`` in split ones, ``"statistics"`` of batches, and norms; ``"theory"`` for the first. No headers.
+        ``"agreement"`` of replicas (gradients, weights), ``"stages"``, ``"operators"`` (of sharded ones) and
+        ``"statistics"`` (of batches, and norms); ``"theory"`` is the expected ``"agreement"``. Without headers.
         """
         return self._role.gather(self._role.sent_bytes)
 
     @collective("job.timeline")
     def timeline(self, steps: int = 1) -> Timeline:
-        """Return the timeline of every worker's last steps, on one clock; collective.
+        """Return the timeline of the last steps of all workers, on one clock; collective.
 
-        Unlike :attr:`StepResult.timeline` it shows asynchronous replicas, too, and updates of dedicated servers.
+        Unlike :attr:`StepResult.timeline`, includes asynchronous replicas and dedicated servers.
 
         Args:
             steps: number of steps, at most :data:`polylane.runtime.step_result.STEPS_KEPT`.
@@ -371,7 +372,7 @@ class Job:
 
     @collective("job.close")
     def close(self) -> None:
-        """Wait for all messages and leave the other workers, if this job joined them; further calls do nothing."""
+        """Finish communication and checkpoints, and leave the process group if this job joined it; collective."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -386,7 +387,7 @@ class Job:
             self._role.close()
 
     def abandon(self) -> None:
-        """Let this worker's process end without the others: after an error they may never come to the close."""
+        """Let this process exit without waiting for the other workers, which may never close after an error."""
         if self._at_exit is not None:
             self._at_exit.abandon()
 

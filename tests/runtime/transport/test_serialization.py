@@ -174,7 +174,7 @@ def test_a_class_that_refuses_its_fields_is_refused():
 SOURCES = sorted(Path(polylane.__file__).parent.rglob("*.py"))
 
 # Between a worker and the process that started it: a pipe that both inherited, or a socket that the secret was said at.
-PICKLE = {"worker_pipe.py", "torchrun.py", "failure.py"}
+PICKLE = {"worker_pipe.py", "torchrun.py", "failure.py", "auditor_process.py"}
 
 
 def test_pickles_are_read_nowhere_else():
