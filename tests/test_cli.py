@@ -886,7 +886,7 @@ def test_ctrl_c_ends_all_and_keeps_what_was_written(folder: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=10)
     assert process.returncode == 130
-    kept = "run/interrupted/ keeps what was written so far, no weights among it: no checkpoints were asked for"
+    kept = "run/interrupted/ keeps what was written so far, no weights among it: no checkpoints were requested"
     assert err == f"polylane: interrupted: {kept}\n"
     wait_for(lambda: not alive(process.pid))
     assert len(metrics(run)[0]) >= 2

@@ -64,7 +64,7 @@ def test_what_cannot_be_written_is_said_once(
     put_work_first()
     for _ in range(3):
         print("a line", flush=True)
-    said = f"polylane: stdout cannot be written: {reason}; the training goes on without it\n"
+    said = f"polylane: stdout cannot be written: {reason}; training continues without it\n"
     assert capfd.readouterr().err == said
 
 
@@ -80,7 +80,7 @@ def test_of_the_workers_of_torchrun_one_says_it(
     put_work_first()
     hide_ranks()
     print("a line", flush=True)
-    assert capfd.readouterr().err.count("the training goes on without it") == times
+    assert capfd.readouterr().err.count("training continues without it") == times
 
 
 def test_a_reader_that_does_not_read_is_not_waited_for(
@@ -93,7 +93,7 @@ def test_a_reader_that_does_not_read_is_not_waited_for(
     for number in range(3000):
         print(f"line {number:80}", flush=True)
     assert 0.1 <= time.monotonic() - started < 5
-    assert capfd.readouterr().err.count("nobody reads it; the training goes on without it") == 1
+    assert capfd.readouterr().err.count("nobody reads it; training continues without it") == 1
     assert os.read(pipe[0], 1 << 20).startswith(b"line ")
     print("read again", flush=True)
     assert os.read(pipe[0], 1 << 20).endswith(b"read again\n")

@@ -81,7 +81,7 @@ class OutputFile(io.FileIO):
                 self.loss = f"{self._label} cannot be written: {error.strerror or error}"
         elif not _is_said[0] and not _is_others_to_say:
             _is_said[0] = 1
-            say_at_once(f"{self._label} cannot be written: {error.strerror or error}; the training goes on without it")
+            say_at_once(f"{self._label} cannot be written: {error.strerror or error}; training continues without it")
 
 
 class _OpenStream(io.TextIOWrapper):

@@ -18,7 +18,7 @@ _DEATHS = {FaultKind.SEGFAULT: "SIGSEGV", FaultKind.EXIT: r"exit code 0"}
 _HANGS = {FaultKind.STOP: "stopped", FaultKind.INTERPRETER: "interpreter", FaultKind.FROZEN: "held by the system"}
 _SENTENCES = {
     FaultKind.HANGUP: "SIGHUP: saving a checkpoint",
-    FaultKind.STDOUT: "stdout cannot be written: No space left on device; the training goes on",
+    FaultKind.STDOUT: "stdout cannot be written: No space left on device; training continues",
     FaultKind.WRITER: "was stopped for .*, and was ended|it was stopped",
     FaultKind.DESCRIPTORS: "cannot open another file",
     FaultKind.PROCESSES: "cannot start another process",
@@ -40,7 +40,11 @@ def _pattern_of_name(trial: FaultTrial) -> str:
         named = rf"{who}.*{_DEATHS.get(kind, 'SIGKILL')}"
         # How a process died is gone once its parent has asked for it: where torchrun's agent does so before the other
         # workers look, they say that it ended, and the agent's own report has the signal.
-        return named if trial.course.launcher == "own" else rf"{named}|{who} failed: it ended, and nobody could see how"
+        return (
+            named
+            if trial.course.launcher == "own"
+            else rf"{named}|{who} failed: it ended, and how could not be determined"
+        )
     if kind is FaultKind.LINK:
         return _LINK
     if kind in HANGS:

@@ -278,7 +278,10 @@ def lose_asynchronous_weight(story: Story) -> None:
 
 
 def see_no_signal(story: Story) -> None:
-    story.said = (story.now + 0.1, "polylane: worker 1 failed: it ended, and nobody could see how (killed, or left)")
+    story.said = (
+        story.now + 0.1,
+        "polylane: worker 1 failed: it ended, and how could not be determined (killed, or left)",
+    )
 
 
 BROKEN = {

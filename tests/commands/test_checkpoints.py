@@ -120,10 +120,10 @@ def test_a_signal_saves_and_the_run_goes_on(
     wait_for_step(folder, name, 4)
     process.send_signal(number)
     done = finish(process)
-    assert done.returncode == code and "go on with --resume auto" in done.stdout, done.stderr
+    assert done.returncode == code and "resume with --resume auto" in done.stdout, done.stderr
     assert len(metrics(folder, name)) < len(unbroken)
     done = finish(start(folder, name, f"--save-every 1h --resume auto {requeue}"))
-    assert done.returncode == 0 and "note: goes on from" in done.stdout, done.stderr
+    assert done.returncode == 0 and "note: resumes from" in done.stdout, done.stderr
     assert metrics(folder, name) == unbroken
     again = finish(start(folder, name, "--save-every 1h --resume auto"))
     assert again.returncode == 0 and "there is nothing left to train" in again.stderr
@@ -132,7 +132,7 @@ def test_a_signal_saves_and_the_run_goes_on(
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("--save-every 5", "has checkpoints of an earlier run, up to step 18: go on from them with --resume auto"),
+        ("--save-every 5", "has checkpoints of an earlier run, up to step 18: resume from them with --resume auto"),
         ("--resume auto --seed 1 --epochs 4", "was trained with --seed 0, and this run has --seed 1"),
         ("--resume auto --batch 4 --epochs 4", "was trained with --batch 8, and this run has --batch 4"),
         ("--resume run/nothing", "checkpoint run/nothing: there is no such folder"),

@@ -142,7 +142,7 @@ def test_output_that_cannot_be_written_ends_no_training(folder: Path, stdout: st
             process.stdout = None
         _, err = process.communicate(timeout=60)
     reason = {"full": "No space left on device", "head": "Broken pipe", "closed": ""}[stdout]
-    said = f"polylane: stdout cannot be written: {reason}; the training goes on without it\n"
+    said = f"polylane: stdout cannot be written: {reason}; training continues without it\n"
     assert (process.returncode, err) == (0, said if reason else "")
     assert steps(folder) == list(range(1, 13)) and (folder / "run/x/model.safetensors").exists()
 
@@ -169,7 +169,7 @@ def test_a_signal_without_checkpoints(folder: Path, number: signal.Signals, code
         time.sleep(0.02)
     process.send_signal(number)
     _, err = process.communicate(timeout=10)
-    kept = "run/x/ keeps what was written so far, no weights among it: no checkpoints were asked for"
+    kept = "run/x/ keeps what was written so far, no weights among it: no checkpoints were requested"
     assert (process.returncode, err) == (code, f"polylane: ended by {number.name}: {kept}\n")
 
 
@@ -191,7 +191,7 @@ def test_a_killed_worker_is_named_and_the_training_restarted(folder: Path, train
 def test_torchrun_tells_its_workers_to_end(folder: Path, training: subprocess.Popen[str]) -> None:
     training.send_signal(signal.SIGTERM)
     _, err = training.communicate(timeout=20)
-    kept = "run/x/ keeps what was written so far, no weights among it: no checkpoints were asked for"
+    kept = "run/x/ keeps what was written so far, no weights among it: no checkpoints were requested"
     assert [line for line in err.splitlines() if "polylane:" in line] == [f"polylane: ended by SIGTERM: {kept}"]
     assert err.count("Traceback") == 1  # torchrun's own
     assert err.index("polylane: ended") < err.index("Traceback")

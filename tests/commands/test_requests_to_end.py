@@ -91,7 +91,7 @@ def test_a_test_that_outlasts_the_grace_is_given_up_for_a_checkpoint(folder: Pat
     assert "ended after 3 steps; broken/checkpoints/step-00000003 has all" in out
     assert not any("test_loss" in each for each in metrics(folder, "broken"))
     out, err, code = finish(start(folder, "--run broken --save-every 1h --resume auto"))
-    assert code == 0 and "note: goes on from" in out, err
+    assert code == 0 and "note: resumes from" in out, err
     assert finish(start(folder, "--run unbroken"))[2] == 0
     assert metrics(folder, "broken") == metrics(folder, "unbroken")
 

@@ -99,7 +99,7 @@ def test_a_checkpoint_is_begun_whenever_one_is_due_whatever_became_of_the_one_be
         control._next = position.step  # they agree after every step: how long a step takes is of no interest here
         control.agree()
     assert saver.begun == [3, 6, 9, 10]
-    assert said == ["the disk is full; the training goes on"] * 4
+    assert said == ["the disk is full; training continues"] * 4
 
 
 class SlowSaver:

@@ -386,7 +386,7 @@ def test_metrics_that_cannot_be_written_end_with_a_whole_line(tmp_path: Path) ->
     (told,) = fork_workers(lambda context: write(), 1)
     metrics = tmp_path / "x/metrics.jsonl"
     assert told == [
-        f"--run {tmp_path}/x: {metrics} cannot be written: File too large; the training goes on, and the metrics from "
+        f"--run {tmp_path}/x: {metrics} cannot be written: File too large; training continues, and the metrics from "
         "here on are lost"
     ]
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0]
@@ -416,7 +416,7 @@ def test_a_restart_goes_on_where_the_disk_is_full(tmp_path: Path) -> None:
 
     (told,) = fork_workers(lambda context: write(), 1)
     assert [each.partition(" cannot ")[2] for each in told] == [
-        "be written: File too large; the training goes on, and the metrics from here on are lost"
+        "be written: File too large; training continues, and the metrics from here on are lost"
     ]
     lines = (tmp_path / "x/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
@@ -472,7 +472,7 @@ def test_a_folder_that_vanishes_is_noticed_at_the_next_line(tmp_path: Path) -> N
                 place.timeline(Timeline((), 1))
                 place.finish()
                 assert (tmp_path / "x/timeline.json").exists()
-    assert len(said) == 1 and "metrics.jsonl cannot be written: it was removed; the training goes on" in said[0]
+    assert len(said) == 1 and "metrics.jsonl cannot be written: it was removed; training continues" in said[0]
 
 
 def test_a_later_attempt_of_torchrun_goes_on_in_the_folder(tmp_path: Path) -> None:
@@ -544,7 +544,7 @@ def test_a_disk_that_fills_up(folder: Path, option: str) -> None:
             assert err == "polylane: --run disk/x: disk/x/metrics.jsonl cannot be written: No space left on device\n"
         else:
             warning, lost = err.splitlines()
-            assert warning.endswith("the training goes on, and the metrics from here on are lost")
+            assert warning.endswith("training continues, and the metrics from here on are lost")
             assert "the weights were not saved after 48 steps: the weights cannot be written to disk/x/" in lost
             spare = Path(lost.partition("they are in ")[2].partition(" instead")[0])
             assert set(load_file(spare)) == {"scale.weight", "scale.bias", "head.weight", "head.bias"}

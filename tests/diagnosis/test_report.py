@@ -48,9 +48,9 @@ REPORT = HangReport("rank 1 hangs", (1,), tuple(RANKS.values()), TIMELINE, RUNNI
 
 def test_the_sentence_says_who_where_since_when_what_and_who_waits() -> None:
     assert describe_finding(Finding((1,), waits_for={0: (1,)}), RANKS, WALL) == (
-        "rank 1 (process 41 on a) has not gone on for 9.1 s, since 14:03:12, in step 12, forward of microbatch 0 on "
-        "stage 1, at mlp/linear (model.py:31): it is stopped (SIGSTOP, or Ctrl-Z); kill -CONT 41 lets it go on; rank 0 "
-        "waits for it"
+        "rank 1 (process 41 on a) has made no progress for 9.1 s, since 14:03:12, in step 12, forward of microbatch 0 "
+        "on stage 1, at mlp/linear (model.py:31): it is stopped (SIGSTOP, or Ctrl-Z); kill -CONT 41 lets it go on; "
+        "rank 0 waits for it"
     )
 
 
@@ -165,8 +165,8 @@ def test_a_breakpoint_is_where_a_debugger_was_called_from_the_users_line() -> No
 def test_between_steps_of_a_script_is_after_a_step() -> None:
     ranks = {**RANKS, 1: RankReport(1, "a", 41, "script", 3, None, 9.1, Doing.IN_SCRIPT, "main", "train.py:31")}
     assert describe_finding(Finding((1,), waits_for={0: (1,)}), ranks, WALL) == (
-        "rank 1 (process 41 on a) has not gone on for 9.1 s, since 14:03:12, after step 3, at main (train.py:31): it "
-        "is between steps, in your code; rank 0 waits for it"
+        "rank 1 (process 41 on a) has made no progress for 9.1 s, since 14:03:12, after step 3, at main (train.py:31): "
+        "it is between steps, in your code; rank 0 waits for it"
     )
 
 

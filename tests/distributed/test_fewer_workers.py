@@ -166,7 +166,9 @@ def test_torchrun_starts_another_number(folder: Path, plan: str) -> None:
     if plan.startswith("auto"):
         line = line.replace("auto,data=4,microbatches=1", "auto")  # it keeps the microbatches of the checkpoint
     err = train(folder, line, launcher=(*TORCHRUN, "3", "-m", "--"))
-    assert plan != "data=4" or "--plan takes 4 workers, and there are 3 now: goes on by data=3,microbatches=1" in err
+    assert (
+        plan != "data=4" or "--plan takes 4 workers, and there are 3 now: continues with data=3,microbatches=1" in err
+    )
     check_same(folder, name)
 
 

@@ -242,7 +242,7 @@ def test_who_waits_is_told_when_a_stopped_worker_goes_on() -> None:
     kept, error = watched(work, mlp(6, 8, 4), "data=2", on_hang="wait", said=said)
     assert error is None and len(kept) == 1 and kept[0].culprits == (1,)
     assert "is stopped" in said[0] and "the training waits for it" in said[0]
-    assert said[1].startswith("rank 1 goes on after ")
+    assert said[1].startswith("rank 1 makes progress again after ")
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ latents         | 8 3   | sequence=2,tensor=2 | 1f1b 3 sgd
 ONLY_DATA = ("branching",)
 # A loss that is not made up of its samples' losses: there can be no microbatches.
 WHOLE_BATCHES = ("towers",)
-# The user's own Python, of which nothing can be derived: the plan says that it treats each sample by itself.
+# The user's own Python, of which nothing can be derived: the plan says that it treats each sample independently.
 PER_SAMPLE = ("moe", "custom_function", "branching")
 # Vectors through the user's own Python, which runs whole on every rank: there is no sequence to cut.
 UNSPLIT = (("custom_function", "sequence"),)

@@ -76,7 +76,7 @@ def test_every_batch_is_asked_before_its_step() -> None:
 
 
 class Signs(nn.Module):
-    """Doubles where the batch has a large value, and treats each sample by itself otherwise."""
+    """Doubles where the batch has a large value, and treats each sample independently otherwise."""
 
     def __init__(self) -> None:
         super().__init__()

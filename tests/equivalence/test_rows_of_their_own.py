@@ -50,7 +50,7 @@ class Kept(nn.Module):
 
 
 class Unruled(nn.Module):
-    """An operator without a rule, which treats each sample by itself all the same."""
+    """An operator without a rule, which treats each sample independently all the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Met(nn.Module):
     ("model", "told"),
     [
         (Kept, "moves the buffer norm.running_mean by a mean over its batch"),
-        (Unruled, r"nothing shows that trapezoid .* treats each sample by itself: there is no rule for trapezoid;"),
+        (Unruled, r"nothing shows that trapezoid .* treats each sample independently: there is no rule for trapezoid;"),
         (Met, r"in whose backward pass the samples of a batch meet; use microbatches=1$"),
     ],
 )

@@ -131,9 +131,9 @@ def test_stages_that_are_alike_are_degrees() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"data": 3}, "data=3 is given beside stages of which the most have data=2"),
-        ({"pipeline": 3}, "pipeline=3 is given beside 2 stages"),
-        ({"tensor": 2}, "tensor=2 is given beside stages of which the most have tensor=1"),
+        ({"data": 3}, "data=3 cannot be combined with stages of which the most have data=2"),
+        ({"pipeline": 3}, "pipeline=3 cannot be combined with 2 stages"),
+        ({"tensor": 2}, "tensor=2 cannot be combined with stages of which the most have tensor=1"),
     ],
 )
 def test_degrees_that_contradict_the_stages(given: dict[str, int], says: str) -> None:

@@ -98,7 +98,7 @@ def _print_machine(measured: MeasuredMachine, output: Path, seconds: float, load
     print(f"these figures tell operators to within {off.median:.0%} (median; worst {off.worst:.0%}, {off.worst_case})")
     if link is not None and measured.link is not None:
         median, worst = measured.link
-        print(f"messages: {link.bandwidth / 1e9:.2f} GB/s, told to within {median:.0%} (median; worst {worst:.0%})")
+        print(f"messages: {link.bandwidth / 1e9:.2f} GB/s, known to within {median:.0%} (median; worst {worst:.0%})")
     if load > BUSY * cores():
         print(f"the machine was busy ({load:.1f} processes at work before): measure again when it is idle")
     print_line(f"{output} is written, in {seconds:.0f} s")

@@ -101,7 +101,7 @@ def _check_saving(request: TrainRequest) -> TrainRequest:
     """
     if request.saving.resume == "auto" and request.run_folder is None:
         raise PolylaneError(
-            "--resume auto goes on from the newest checkpoint of the run's folder: name that with --run DIR"
+            "--resume auto resumes from the newest checkpoint of the run's folder: name that with --run DIR"
         )
     if request.saving.resume == "":
         raise PolylaneError("--resume '': give auto, or the path of a checkpoint")
@@ -144,7 +144,7 @@ def _describe_kept(request: TrainRequest, folder: RunFolder) -> str:
         return f"{kept_path}/ keeps what was written so far, the weights among it"
     if request.saves_checkpoints:
         return f"{kept_path}/ keeps what was written so far, and the checkpoints that were complete"
-    return f"{kept_path}/ keeps what was written so far, no weights among it: no checkpoints were asked for"
+    return f"{kept_path}/ keeps what was written so far, no weights among it: no checkpoints were requested"
 
 
 def _choose_plan(request: TrainRequest) -> Spec | Plan | str:
@@ -231,7 +231,7 @@ def _raise_if_stopped(folder: RunFolder, outcome: TrainingOutcome) -> None:
         raise PolylaneError(
             f"{_describe_anomaly(outcome, outcome.stopped)}: training stopped, and no weights were saved; "
             f"{cause}the metrics are "
-            f"in {folder.metrics}, and --on-nan warn goes on instead"
+            f"in {folder.metrics}, and --on-nan warn continues instead"
         )
 
 
@@ -329,7 +329,7 @@ def _tell_early_end(request: TrainRequest, folder: RunFolder, outcome: TrainingO
         print_json({"ended_early": True, "steps": outcome.steps, "checkpoint": outcome.checkpoint})
     else:
         steps = format_plural(outcome.steps, "step")
-        print(f"ended after {steps}; {outcome.checkpoint} has all: go on with --resume auto")
+        print(f"ended after {steps}; {outcome.checkpoint} has all: resume with --resume auto")
 
 
 def _describe_staleness(updates: Mapping[int, int]) -> str:

@@ -38,7 +38,7 @@ def run(request: VerifyRequest) -> bool:
     inputs.check_positive("--clip-norm", request.clip_norm)
     _refuse_too_small(request.batch, plan)
     if request.resume_plan is not None and not request.resume:
-        raise PolylaneError("--resume-plan is the plan that goes on from a checkpoint: give --resume, too")
+        raise PolylaneError("--resume-plan is the plan that resumes from a checkpoint: give --resume, too")
     if request.resume:
         from polylane.commands import verify_resume
 

@@ -1,7 +1,7 @@
 """Judgement: whether ranks that stand still hang, and which of them; the same for the ranks of one host and of all.
 
     what the walk (diagnosis/culprit.py) ends at      a hang once
-    ranks that wait for nothing                       one of them has not gone on for its bound
+    ranks that wait for nothing                       one of them has made no progress for its bound
     a link, or a circle                               none of its ranks has gone on for its bound
     ranks of hosts that nothing is heard of           such a host is silent, and somebody waits for it, for longer than
                                                       the patience of who waits
@@ -54,7 +54,7 @@ class RankRecord:
 
     @property
     def is_hung(self) -> bool:
-        """Whether it has not gone on for its bound."""
+        """Whether it has made no progress for its bound."""
         return self.stalled >= self.bound
 
 

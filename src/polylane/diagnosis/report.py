@@ -177,8 +177,8 @@ def describe_rank(report: RankReport, waiting: Sequence[int], wall: float) -> st
     verb = "waits" if len(waiting) == 1 else "wait"
     waiters = f"; {format_ranks(waiting)} {verb} for it" if waiting else ""
     return (
-        f"rank {report.rank} (process {report.pid} on {report.host}) has not gone on for {report.stalled:.1f} s, since "
-        f"{since},{location}: it {report.doing}{remedy}{waiters}"
+        f"rank {report.rank} (process {report.pid} on {report.host}) has made no progress for {report.stalled:.1f} s, "
+        f"since {since},{location}: it {report.doing}{remedy}{waiters}"
     )
 
 

@@ -15,7 +15,7 @@ from polylane.graph.sample_lists import group_samples, is_sample_list
 
 _LAYOUTS = {
     "sparse": "give it dense, or its indices and values as tensors of their own",
-    "nested": "pad it, and give the lengths beside it",
+    "nested": "pad it, and pass the lengths with it",
 }
 
 
@@ -50,7 +50,7 @@ def refuse_undividable(batch: Any) -> None:
             _refuse_list(path, value)
         if _hides_tensors(value):
             raise PolylaneError(
-                f"{path} is of your own class {type(value).__name__}, into which nobody looks: give a dict, a tuple "
+                f"{path} is of your own class {type(value).__name__}, which is not inspected: use a dict, a tuple "
                 "or a dataclass"
             )
 
@@ -115,7 +115,7 @@ def _refuse_list(path: str, value: list[Any]) -> None:
     if len(tensors) == len(value) and any(tensor.shape[:1] != (len(value),) for tensor in tensors):
         raise PolylaneError(
             f"{path} is a list of tensors, one for each sample: stack them, padded to one length where they differ, "
-            "and give the lengths beside them"
+            "and pass the lengths with them"
         )
 
 

@@ -197,7 +197,7 @@ def _check_after(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         return
     name = type(scheduler).__name__
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise PolylaneError(f"warmup: {name} steps on a metric, not on steps: step it apart, after each evaluation")
+        raise PolylaneError(f"warmup: {name} steps on a metric, not on steps: step it yourself, after each evaluation")
     if isinstance(scheduler, (OneCycleLR, CyclicLR)):
         raise PolylaneError(f"warmup: {name} sets rates of its own from the first step: leave one of the two out")
     if getattr(scheduler, "optimizer", None) is not optimizer:

@@ -15,7 +15,7 @@ from polylane.plan.sync import KEYS, SUM, SyncOptions, parse_sync
 from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, FOUND, KINDS, RUNNABLE
 from polylane.settings import split_pairs
 
-# Keys of a plan that a search can be told; what else a plan can say, it finds or leaves at its default.
+# Keys of a plan that a search accepts; what else a plan can say, it finds or leaves at its default.
 _KNOWN = (*DEGREES, "microbatches", "schedule", "chunks", "replicas", "precision", "recompute", "compile", *KEYS)
 
 # A schedule, and the stages of every worker.
@@ -178,7 +178,7 @@ def parse_fixed(text: str) -> FixedKeys:
 
 def _parse(text: str) -> FixedKeys:
     if "[" in text:
-        raise PolylaneError("a search can be told data=, tensor=, ...; meshes of every stage make a plan of their own")
+        raise PolylaneError("a search accepts data=, tensor=, ...; meshes of every stage make a plan of their own")
     pairs = split_pairs([piece for piece in text.split(",") if piece.strip()], _KNOWN, "data=2")
     # The plan of one line knows how numbers are written, and which are too large.
     line = ",".join(f"{key}={pairs[key]}" for key in (*DEGREES, "microbatches") if key in pairs)
@@ -196,7 +196,7 @@ def _parse(text: str) -> FixedKeys:
     recompute = pairs.get("recompute")
     if recompute not in (None, *MODES):
         raise PolylaneError(
-            f"recompute={recompute}: a search can be told one of {', '.join(MODES)}, and finds budgets by itself"
+            f"recompute={recompute}: a search accepts one of {', '.join(MODES)}, and finds budgets by itself"
         )
     keys = {key: pairs[key] for key in KEYS if key in pairs}
     compiled = specs.parse_switch("compile", pairs["compile"]) if "compile" in pairs else None
@@ -225,7 +225,7 @@ def parse_auto(text: object) -> FixedKeys | None:
     """Return what a plan that is to be found must keep: of ``auto`` nothing; None for any other plan.
 
     Raises:
-        PolylaneError: what follows ``auto,`` is not what a search can be told.
+        PolylaneError: what follows ``auto,`` is not what a search accepts.
     """
     if text == AUTO:
         return FixedKeys()

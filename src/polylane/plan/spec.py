@@ -135,7 +135,7 @@ class Spec:
             degree = getattr(self, axis)
             if degree not in (1, n):
                 conflict = f"{n} stages" if axis == "pipeline" else f"stages of which the most have {axis}={n}"
-                raise PolylaneError(f"{axis}={degree} is given beside {conflict}: say it in the stages alone")
+                raise PolylaneError(f"{axis}={degree} cannot be combined with {conflict}: give it in the stages alone")
             object.__setattr__(self, axis, n)
         # Equal meshes are the same plan as plain degrees: one form, so that equal plans compare equal.
         if len(set(self.stages)) == 1:
@@ -242,7 +242,7 @@ def _parse_line(text: str) -> Spec:
         raise PolylaneError("meshes of stages are written [data=2 | tensor=2 | 1], and then a comma and the rest")
     options = split_pairs(_pieces(remainder), _KEYS, "data=2,pipeline=2")
     if degree_key := next((key for key in options if opened and key in DEGREES), None):
-        raise PolylaneError(f"{degree_key} is given beside the stages' own meshes: say it inside the brackets")
+        raise PolylaneError(f"{degree_key} cannot be combined with meshes of stages: give it inside the brackets")
     if not options and not opened:
         raise PolylaneError("nothing is said: give degrees, as in data=2,pipeline=2, or data=1 for one worker")
     schedule, precision = options.get("schedule"), options.get("precision", "float32")

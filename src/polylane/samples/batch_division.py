@@ -247,7 +247,7 @@ def explain_coupling(derived: Derivation) -> str:
     site = describe_place(node)
     if node.is_own_python:
         also = f" (it {derived.effects})" if derived.effects else ""
-        shown = "and nothing shows that it treats each sample by itself"
+        shown = "and nothing shows that it treats each sample independently"
         if not derived.is_declarable and not also:
             shown = "in whose backward pass the samples of a batch meet"
         return f"{node.name} {site} runs your own Python{also}, {shown}"
@@ -259,7 +259,9 @@ def explain_coupling(derived: Derivation) -> str:
         return f"{node.name} {site} writes in place what others see, and nothing shows which samples it belongs to"
     if derived.explanation == "no rule":
         operator = node.op.removeprefix("aten.").partition(".")[0]
-        return f"nothing shows that {node.name} {site} treats each sample by itself: there is no rule for {operator}"
+        return (
+            f"nothing shows that {node.name} {site} treats each sample independently: there is no rule for {operator}"
+        )
     if derived.written:
         return (
             f"{node.name} {site} moves the buffer {derived.written} by a mean over its batch, which differs from that "

@@ -180,8 +180,8 @@ def make_split_check(
             if in_float64:
                 raise PolylaneError(f"the model does not run in float64, which a proof needs: {why}") from error
             warnings.warn(
-                f"whether your own Python treats each sample by itself could not be seen: it does not run in float64 "
-                f"({why})",
+                "whether your own Python treats each sample independently could not be seen: it does not run in "
+                f"float64 ({why})",
                 stacklevel=2,
             )
             return None

@@ -1,7 +1,7 @@
 """Split test of gradients: those of a small batch's parts must add up to the whole's, for every parameter, in float64.
 
 What is proven of a graph's operators holds for their backward passes too. Of the user's own Python only this shows that
-its backward pass (a custom function's, a hook's) treats each sample by itself.
+its backward pass (a custom function's, a hook's) treats each sample independently.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def describe_later_difference(
     if wrong.memory:
         return f"{passes}what differs is the optimizer's {next(iter(wrong.memory.values()))}"
     if wrong.loss_differs:
-        return f"{passes}what differs is the loss that is told"
+        return f"{passes}what differs is the reported loss"
     for node in nodes:
         for name in (*node.parameters, *node.buffers):
             if name in wrong.averaged:

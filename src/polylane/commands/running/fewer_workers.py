@@ -102,7 +102,7 @@ def plan_for_started(world: World, problem: TrainingProblem, request: TrainReque
             # Cuts of the checkpoint's plan are taken over, so that the numbers stay the same bit for bit.
             chosen = saved if saved is not None and parse(saved.spec) == natural else natural
             _tell(world, f"--plan takes {format_plural(plan.processes, 'worker')}, and there are {world.size} now: "
-                  f"goes on by {_describe_plan(natural)}")  # fmt: skip
+                  f"continues with {_describe_plan(natural)}")  # fmt: skip
             return chosen
         fixed = keep_numbers(plan, microbatches)
     elif saved is not None and "microbatches" not in fixed.counts:

@@ -64,7 +64,7 @@ def prepare_checkpoints(
     if request.saving.resume is None:
         if request.saves_checkpoints and (steps := store.list_steps()):
             raise PolylaneError(
-                f"--run {run_folder}: has checkpoints of an earlier run, up to step {steps[-1][0]}: go on from them "
+                f"--run {run_folder}: has checkpoints of an earlier run, up to step {steps[-1][0]}: resume from them "
                 "with --resume auto, or choose another folder"
             )
         return request

@@ -1,6 +1,6 @@
 """Resumed microbatches: a plan that names no number of them takes the checkpoint's, where numbers depend on it.
 
-checkpoint of   goes on by                  microbatches
+checkpoint of   resumed by                  microbatches
 data=2          pipeline=2                  the plan's default; with BatchNorm 1, as in the checkpoint
 data=2          pipeline=2,microbatches=8   8, and with BatchNorm a note that the numbers are others
 """

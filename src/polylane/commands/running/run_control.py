@@ -240,6 +240,6 @@ class RunControl:
         except PolylaneError as error:
             if self._warn is None or isinstance(error, AuditFailed):
                 raise
-            self._warn(f"{error}; the training goes on")
+            self._warn(f"{error}; training continues")
             self._saved_step = -1
             return None

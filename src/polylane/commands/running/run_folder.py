@@ -331,7 +331,7 @@ class RunFolder:
             if not self._has_lost:
                 self._has_lost = True
                 reason = f"{error.filename or self.path} cannot be written: {error.strerror or error}"
-                self._warn(f"--run {self.path}: {reason}; the training goes on, and {loss}")
+                self._warn(f"--run {self.path}: {reason}; training continues, and {loss}")
 
 
 def _describe_kind(path: Path) -> str:

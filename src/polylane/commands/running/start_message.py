@@ -74,7 +74,7 @@ def _note_resumed(job: Job, training: RecipeTraining) -> list[str]:
     skipped = ""
     if at.samples and not training.batch_sizes and not keeps_state(training.train):
         skipped = f"; {format_plural(at.samples, 'sample')} of the stream are read and passed over"
-    return [f"goes on from {training.request.resume_from}: step {at.step}, epoch {at.epoch + 1}{skipped}"]
+    return [f"resumes from {training.request.resume_from}: step {at.step}, epoch {at.epoch + 1}{skipped}"]
 
 
 def _note_inexact_sync(plan: Plan) -> list[str]:

@@ -62,7 +62,7 @@ class Reads:
         """
         if self.keeps_state:
             raise PolylaneError(
-                f"the training cannot go on from a checkpoint, which has no state of the dataset: {self.reason}; let "
+                f"training cannot resume from a checkpoint, which has no state of the dataset: {self.reason}; let "
                 "its samples depend on their index and on set_epoch(epoch) alone"
             )
 

@@ -159,7 +159,7 @@ class HangWatch:
         changed, pause = self._observer.look()
         for rank in changed:
             if (since := self._hung.pop(rank, None)) is not None:
-                self._say(f"rank {rank} goes on after {time.monotonic() - since:.1f} s")
+                self._say(f"rank {rank} makes progress again after {time.monotonic() - since:.1f} s")
         return pause
 
     def _note(self, finding: Finding, workers: Mapping[int, SeenWorker]) -> None:

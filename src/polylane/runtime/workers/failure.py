@@ -109,7 +109,7 @@ class Failure:
             kills_before: how many processes the system had killed for want of memory when the worker started.
         """
         if code is None:
-            return cls(rank, "unseen", "it ended, and nobody could see how (killed, or left by os._exit)")
+            return cls(rank, "unseen", "it ended, and how could not be determined (killed, or left by os._exit)")
         if code >= 0:
             return cls(
                 rank, "SystemExit", f"it ended without a result (exit code {code}), as by os._exit({code}) in your code"

@@ -127,12 +127,12 @@ def _why_not_here(prepared: CompiledTraining, is_unforkable: bool) -> str:
     """
     if is_unforkable:
         return (
-            "no process beside this one can go backward where there is a GPU, unless it loads the training itself: "
-            "polylane train is audited, and polylane verify proves the plan"
+            "autograd cannot run in a forked process on a machine with a GPU: polylane train is audited by a "
+            "process that loads the recipe, and polylane verify checks the plan"
         )
     devices = {tensor.device.type for tensor in (*prepared.model.parameters(), *prepared.model.buffers())}
     if unusable := devices - {"cpu", "meta"}:
-        return f"the model was built on {unusable.pop()}, which no process beside this one can use: build it on the CPU"
+        return f"the model was built on {unusable.pop()}, which another process cannot use: build it on the CPU"
     needed = MEMORY_COPIES * sum(tensor.nbytes for tensor in (*prepared.model.parameters(), *prepared.model.buffers()))
     free = available_memory()
     if needed <= MEMORY_SHARE * free:

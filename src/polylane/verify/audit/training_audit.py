@@ -189,7 +189,7 @@ class TrainingAudit:
         settings, leaves, note = self._settings[objective], None, ""
         values = settings.read_values()
         if (changed := settings.find_unreadable_change(values)) is not None:
-            return _Given(None, {}), f"{changed} was changed since the start, which no process beside this one sees"
+            return _Given(None, {}), f"{changed} was changed since the start, which the audit's process does not see"
         if not self._start.reads_data:
             leaves, note = self._take_leaves(batch)
         inputs = _Given(leaves, values)
@@ -270,7 +270,7 @@ class TrainingAudit:
             self._end("a step differed")
             option = "audit='warn'" if self._says_end else "--audit warn"
             raise AuditFailed(
-                f"{heard.difference}; polylane verify shows the first operator that differs, and {option} goes on"
+                f"{heard.difference}; polylane verify shows the first operator that differs, and {option} continues"
             )
         if heard.note:
             self._end(heard.note)
