@@ -211,7 +211,7 @@ class AuditSettings:
         tells_all: whether the other process has built its objects itself, and is told also what was not changed.
     """
 
-    def __init__(self, prepared: CompiledTraining, objective: str, tells_all: bool) -> None:
+    def __init__(self, prepared: CompiledTraining, objective: str, tells_all: bool = False) -> None:
         effects = prepared.partitions[objective].graph.code.effects or SideEffects()
         model, computed = prepared.model, prepared.objectives[objective]
         self._read = CapturedSettings(model, [computed.loss], effects, (), True)
