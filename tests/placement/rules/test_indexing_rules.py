@@ -424,3 +424,13 @@ def test_numbers_are_no_summands() -> None:
     assert all(
         p != REPLICATE_PARTIAL_GRAD for s in check(aten.select.int, [positions(5, 4, 6), 1, 2]) for p in s.inputs
     )
+
+
+@pytest.mark.parametrize(("sequences", "expected"), [((), {0, 1}), ((4,), {0})])
+def test_searches(sequences: tuple[int, ...], expected: set[int]) -> None:
+    """Values are looked up one by one: in one sequence all of them, in one for each row the rows."""
+    ordered, order = tensor(*sequences, 7, grad=False).sort()
+    values = tensor(4, 3, seed=1, grad=False)
+    assert cut(check(aten.searchsorted.Tensor, [ordered, values])) == expected
+    shuffled = torch.empty_like(ordered).scatter_(-1, order, ordered)
+    assert cut(check(aten.searchsorted.Tensor, [shuffled, values], {"sorter": order, "right": True})) == expected

@@ -200,6 +200,15 @@ def test_others_keep_what_they_reduce(name: str, of: tuple[list[int], list[int],
     assert cut_dims(checked) == others
 
 
+@pytest.mark.parametrize(
+    ("order", "dims", "kept"), [(None, [1, 2], {0}), (2, [-1], {0, 1}), ("fro", [0, 2], {1}), (None, None, set())]
+)
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_norms_keep_what_they_are_over(order: Any, dims: list[int] | None, kept: set[int], keepdim: bool) -> None:
+    operator = aten.linalg_norm.ord_str if isinstance(order, str) else aten.linalg_norm.default
+    assert cut_dims(check(operator, [numbers([3, 4, 5]), order, dims, keepdim])) == kept
+
+
 def test_reductions_to_one_position_are_whole() -> None:
     x = numbers([3, 4])
     for operator in (aten.argmax.default, aten.median.default, aten.prod.default):

@@ -76,6 +76,18 @@ def index(call: OperatorCall) -> Iterator[Strategy]:
         )
 
 
+@rule("searchsorted")
+def search(call: OperatorCall) -> Iterator[Strategy]:
+    """Values to their places in a sorted sequence: any dimension of a common one; of many, those before the last."""
+    sequence, values, sorter = call["sorted_sequence"], call["self"], call.arguments.get("sorter")
+    if not isinstance(values, TensorValue):  # a number
+        return
+    labels = label_dimensions(values, uncut=[] if sequence.dim == 1 else [values.dim - 1])
+    of_sequence = no_labels(sequence) if sequence.dim == 1 else [*labels[:-1], None]
+    others = {value.index: of_sequence for value in (sequence, sorter) if value is not None}
+    yield from strategies_by_dimension(call, label_inputs(call, {**others, values.index: labels}), [labels])
+
+
 @rule("index_put")
 def index_put(call: OperatorCall) -> Iterator[Strategy]:
     """x with values written at positions: dimensions that are not indexed; with accumulate, also the positions."""

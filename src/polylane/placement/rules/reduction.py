@@ -37,7 +37,10 @@ def _kept_labels(dim_labels: DimLabels, call: OperatorCall, dims: Sequence[int])
     return [letter for d, letter in enumerate(dim_labels) if d not in dims]
 
 
-@rule("nanmean", "prod", "argmax", "argmin", "aminmax", "median", "nanmedian", "mode", "kthvalue")
+@rule(
+    "nanmean", "prod", "argmax", "argmin", "aminmax", "median", "nanmedian", "mode", "kthvalue", "linalg_norm",
+    "linalg_matrix_norm",
+)  # fmt: skip
 def cut_kept_dims(call: OperatorCall) -> Iterator[Strategy]:
     """Dimensions that are not reduced."""
     dims = _reduced_dims(call)

@@ -112,8 +112,9 @@ def _dimension_blocks(shape: Sequence[int], dims: Sequence[int]) -> list[tuple[i
 
 
 @rule(
-    "view", "reshape", "_unsafe_view", "flatten", "ravel", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze"
-)
+    "view", "reshape", "_unsafe_view", "flatten", "ravel", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze",
+    "atleast_1d", "atleast_2d", "atleast_3d",
+)  # fmt: skip
 def view(call: OperatorCall) -> Iterator[Strategy]:
     """The same elements in the same order: a dimension of one shape is cut where one of the other is cut alike.
 
