@@ -39,5 +39,5 @@ class AuditReport:
             text = f"{prefix}: the same numbers as one device (largest difference {self.worst:.0e}, rounding)"
         else:
             text = f"{prefix}: the same numbers as one device, bit for bit"
-        text += "" if self.of_own_code else ", of the captured graph, for the user's own code cannot make them"
+        text += "" if self.of_own_code else ", replayed from the captured graph instead of your own code"
         return f"{text}; not audited further: {self.note}" if self.note else text
