@@ -17,11 +17,13 @@ from chaos.faulty_train import LOG_VARIABLE
 from chaos.isolation import SHARED_MEMORY, end_orphans, mount_disk, unmount_disk
 from chaos.launches import Ending, Tend, run_command
 from chaos.two_hosts import TwoHosts
+from polylane.runtime.workers.world import accelerator_type
 
 if TYPE_CHECKING:
     from chaos.request import ChaosRequest
 
-LIMIT_SECONDS = 90.0  # after which a training has not ended
+# After which a training has not ended; where it and its restart begin in new processes that open an accelerator.
+LIMIT_SECONDS, NEW_PROCESS_SECONDS = 90.0, 240.0
 REQUEUE_CODE = 75  # of a training that a signal has ended early
 SHORT_SECONDS = 2.0  # that a link is down where the training is to go on by itself
 
@@ -177,7 +179,8 @@ class Bench:
             variables[VARIABLE] = str(fault)
         hosts = self._hosts if course.hosts > 1 else None
         is_full = fault is not None and Fault.read(fault).kind is FaultKind.STDOUT
-        return run_command(course, ranks, words, folder, variables, LIMIT_SECONDS, hosts, tend, is_full)
+        limit = LIMIT_SECONDS if accelerator_type() is None else NEW_PROCESS_SECONDS
+        return run_command(course, ranks, words, folder, variables, limit, hosts, tend, is_full)
 
     def try_fault(self, number: int, course: Course, unbroken: Unbroken, fault: Fault) -> FaultTrial:
         """Train with a fault, go on from where it has ended, and return all of it; its files are kept for the judge."""

@@ -155,9 +155,8 @@ def test_a_stopped_worker_is_named_alike_by_both_hosts_and_ended_by_its_own(stor
     own, other = found[stopped], found[1 - stopped]
     assert own.hung is not None and own.hung.ranks == (stopped,) and own.said == []
     assert other.hung is None and other.said == [f"the training hangs: {own.hung.error_message}"]
-    assert (
-        f"rank {stopped} (process " in other.said[0] and f" on {HOSTS[stopped].name}) has made no progress" in other.said[0]
-    )
+    assert f"rank {stopped} (process " in other.said[0]
+    assert f" on {HOSTS[stopped].name}) has made no progress" in other.said[0]
     assert "it is stopped" in other.said[0] and f"rank {1 - stopped} waits for it" in other.said[0]
     # The host that judges keeps what the workers of all hosts were doing.
     (kept,) = found[0].kept
