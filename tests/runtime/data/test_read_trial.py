@@ -251,7 +251,7 @@ def test_what_cannot_be_tried_is_read_whole() -> None:
 @pytest.mark.parametrize("make", STATEFUL)
 def test_state_is_not_in_checkpoints(make: Any) -> None:
     part_of(Plain(), skip=6, resumed=True)
-    with pytest.raises(PolylaneError, match="cannot go on from a checkpoint, which has no state of the dataset"):
+    with pytest.raises(PolylaneError, match="cannot resume from a checkpoint, which has no state of the dataset"):
         part_of(make(), skip=6, resumed=True)
 
 
