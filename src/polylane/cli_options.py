@@ -210,7 +210,7 @@ Chunks = Annotated[
         "--chunks",
         metavar="V",
         min=1,
-        help="Number of chunks per stage, all on the same worker. Default: 2 for interleaved, else 1.",
+        help="Number of chunks per stage, all on the same worker. Default: 2 where it has chunks, else 1.",
     ),
 ]
 Batches = Annotated[

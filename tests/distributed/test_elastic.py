@@ -61,6 +61,10 @@ def leave_on_one(waits: bool, context: WorkerContext) -> None:
         dist.barrier()
 
 
+def leave(context: WorkerContext) -> None:
+    os._exit(0)
+
+
 def test_results_and_messages():
     heard: list[tuple[int, int]] = []
     handler = signal.getsignal(signal.SIGTERM)
@@ -85,6 +89,12 @@ def test_one_leaves_without_a_word(waits: bool):
     """To the agent an exit with code 0 is a success; whoever waits for it reports a lost peer, which is no cause."""
     with pytest.raises(WorkerFailed, match=r"worker 1 failed: it ended without a result \(exit code 0\)"):
         spawn_workers(partial(leave_on_one, waits), 2)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_all_leave_without_a_word(workers: int):
+    with pytest.raises(WorkerFailed, match=r"worker \d failed: it ended without a result \(exit code 0\)"):
+        spawn_workers(leave, workers)
 
 
 def test_what_cannot_be_pickled_is_refused():

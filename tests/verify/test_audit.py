@@ -443,6 +443,12 @@ def test_a_budget_puts_steps_off() -> None:
     ]  # fmt: skip
 
 
+def test_a_batch_in_part_is_passed_over_for_the_next_whole_one() -> None:
+    schedule = AuditSchedule(0, is_bounded=False)
+    assert [schedule.pass_over(step, False) for step in (0, 1, 2, 3, 7)] == [2, 2, 5, 5, 11]
+    assert schedule.pass_over(1000, True) == 1001
+
+
 def test_scripts_are_audited(capfd: pytest.CaptureFixture[str]) -> None:
     data = batches()
     job = polylane.parallelize(network(), cross_entropy, sgd, example=data[0], audit="stop")

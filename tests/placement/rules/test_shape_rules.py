@@ -454,3 +454,7 @@ def test_two_axes(
 def _part(x: torch.Tensor, placement: Placement, index: int) -> torch.Tensor:
     assert isinstance(placement, Shard)
     return torch.cat([x.narrow(placement.dim, a, b - a) for a, b in placement.ranges(index)], placement.dim)
+
+
+def test_several_tensors_of_a_form_stay_whole() -> None:
+    assert not dims(check(aten.atleast_2d.Sequence, [[tensor(3), tensor(2, 3)]]))

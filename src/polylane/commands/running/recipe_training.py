@@ -86,7 +86,10 @@ class RecipeTraining:
 
 
 def _load_audited(request: TrainRequest, plan: Plan, tolerance: float) -> AuditedTraining:
-    """Load the training in a new process that replays its steps."""
+    """Load the training in a new process that replays its steps.
+
+    Its weights may have been drawn on another device: they are not held against those with which step 1 begins.
+    """
     training = load_materials(request)
     prepared = compile_training(training.problem, plan)
     read, example = _WholeBatches(training).read, training.problem.example

@@ -84,8 +84,8 @@ def search(call: OperatorCall) -> Iterator[Strategy]:
         return
     labels = label_dimensions(values, uncut=[] if sequence.dim == 1 else [values.dim - 1])
     of_sequence = no_labels(sequence) if sequence.dim == 1 else [*labels[:-1], None]
-    others = {value.index: of_sequence for value in (sequence, sorter) if value is not None}
-    yield from strategies_by_dimension(call, label_inputs(call, {**others, values.index: labels}), [labels])
+    sequence_labels = {value.index: of_sequence for value in (sequence, sorter) if value is not None}
+    yield from strategies_by_dimension(call, label_inputs(call, {**sequence_labels, values.index: labels}), [labels])
 
 
 @rule("index_put")

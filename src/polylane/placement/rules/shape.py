@@ -120,6 +120,8 @@ def view(call: OperatorCall) -> Iterator[Strategy]:
 
     Heads are split off as whole heads; flattened samples and positions become one segment for every sample.
     """
+    if "self" not in call.arguments:  # atleast_1d and its like of several tensors
+        return
     if call.op == "aten.view.dtype":
         yield from _view_as_type(call)
         return

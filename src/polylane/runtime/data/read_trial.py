@@ -175,15 +175,16 @@ def _run_child(compare: Callable[[], str], report: int) -> None:
             os.dup2(nothing, stream)
         _reopen_files()
         torch.set_num_threads(1)  # the pool of threads is the parent's
-        written = _watch_writes()
-        comparison = compare()
-        os.write(report, f"{comparison}\n{next(iter(written), '')}".encode(errors="replace")[:4096])
+        opened = _watch_writes()
+        comparison = " ".join(compare().splitlines())
+        written = (path for path in opened if os.path.isfile(path) and "__pycache__" not in path)
+        os.write(report, f"{comparison}\n{next(written, '')}".encode(errors="replace")[:4096])
     finally:
         os._exit(0)  # whatever was raised: no answer is one
 
 
 def _watch_writes() -> dict[str, None]:
-    """Return a dict to which the paths of regular files are added that this process opens to write, until it ends."""
+    """Return a dict to which the paths are added that this process opens to write, until it ends."""
     written = dict[str, None]()
 
     def note_opening(event: str, arguments: tuple[Any, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import secrets
@@ -19,6 +20,7 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -52,6 +54,7 @@ T = TypeVar("T")
 SHUTDOWN_SECONDS = 2  # between SIGTERM and SIGKILL, for workers that the agent ends
 STOP_FILE = "stop"  # of the stop request, in the folder of the rendezvous
 LEFT_SECONDS = 2 * ECHO_GRACE_SECONDS  # for the others to report a lost peer, before they are ended
+NOTICE_SECONDS = 0.4  # in which the agent, which looks ten times a second, has seen an exit code other than 0
 INTRODUCTION_SECONDS = 10.0  # timeout of the secret and rank that a worker sends after connecting
 
 
@@ -69,15 +72,13 @@ def spawn_workers(
     Args:
         worker: picklable function to run, so defined at the top of a module.
         workers: number of processes, at least 1.
-        on_message: called in a thread of its own with (rank, content) for each ``context.send_message(content)``; an
-            exception of it is raised here at the end of the job.
+        on_message: called in its own thread with (rank, content) of each message; what it raises is raised at the end.
         stop: the request that the workers poll as ``context.world.stop``; None: one that nobody sets.
-        watch: called before the workers start, and once one has failed, in case that it was killed for what this has
-            found; what it raises is raised here.
+        watch: called before the workers start, and once one has failed; what it raises is raised here.
 
     Raises:
         PolylaneError: the function cannot be pickled; or a worker raised one, which is raised again here.
-        WorkerFailed: a worker raised another exception, or was killed. All others have ended by then, too.
+        WorkerFailed: a worker raised another exception, or was killed; all others have ended by then.
     """
     try:
         pickle.dumps(worker)
@@ -105,9 +106,11 @@ def spawn_workers(
         watch()
         with _restoring_handlers():
             elastic_launch(config, _run_process)(*arguments)
-    except ChildFailedError as error:
+    except (ChildFailedError, SignalException) as error:
+        if isinstance(error, SignalException) and not server.have_all_left:
+            raise
         watch()
-        deaths = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        deaths = {rank: failure.exitcode for rank, failure in getattr(error, "failures", {}).items()}
         raise server.find_cause(deaths).to_exception() from None
     finally:
         try:
@@ -176,7 +179,10 @@ class _ReportServer(Generic[T]):
         self._processes: dict[int, int] = {}  # by rank, the number of a worker's process
         self._kills_before = count_system_kills()
         self._failures: list[Failure] = []  # in the order of arrival
-        self._silent_ranks: list[int] = []  # ranks that have ended without a report, before any failure was reported
+        # By rank, when a worker has ended without a report, and before the agent could have ended it.
+        self._silent_ranks: dict[int, float] = {}
+        self._first_echo = math.inf  # time at which a failure was reported that is another one's echo
+        self._ends_others = False  # whether those that have not left were ended here
         self._on_message = on_message
         self.address = str(meeting_place.folder / "office")
         self._server = socket.socket(socket.AF_UNIX)
@@ -195,7 +201,10 @@ class _ReportServer(Generic[T]):
         """
         self.close()
         reported = {failure.rank for failure in self._failures}
-        codes = {**dict.fromkeys(self._silent_ranks, 0), **deaths}
+        late = time.monotonic() - NOTICE_SECONDS
+        silent_codes = {rank: 0 if self._ends_others or at < late else None for rank, at in self._silent_ranks.items()}
+        # Where the agent saw a death by itself that comes first: with it, it has ended all others.
+        codes = {**({} if self._ends_others else deaths), **silent_codes, **deaths}
         silent = [
             Failure.of_exit(rank, code, self._kills_before) for rank, code in codes.items() if rank not in reported
         ]
@@ -251,10 +260,18 @@ class _ReportServer(Generic[T]):
 
     def _end_workers(self) -> None:
         """Kill the workers that have not left, which the agent takes for a failure: it waits for those that have."""
+        self._ends_others = True
+        if self.have_all_left:  # the agent raises SignalException
+            os.kill(os.getpid(), signal.SIGQUIT)
         for rank, process in self._processes.items():
             if rank not in self._silent_ranks:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
+
+    @property
+    def have_all_left(self) -> bool:
+        """Whether every worker has ended without a report."""
+        return bool(self._processes) and self._processes.keys() <= self._silent_ranks.keys()
 
     def _read_reports(self, line: WorkerPipe[T]) -> None:
         try:
@@ -263,9 +280,12 @@ class _ReportServer(Generic[T]):
             self._error = self._error or error
         if line.failure is not None and line.failure not in self._failures:
             self._failures.append(line.failure)
-        # Those that end after a failure are ended by the agent.
-        if line.reports.closed and not line.has_ended and not self._failures:
-            self._silent_ranks.append(line.rank)
+            self._first_echo = min(self._first_echo, time.monotonic())
+        # Those that end after a failure are ended by the agent; an echo may be here before what it is the echo of.
+        is_caused = any(not failure.is_echo for failure in self._failures)
+        seconds = time.monotonic()
+        if line.reports.closed and not line.has_ended and not is_caused and seconds < self._first_echo + NOTICE_SECONDS:
+            self._silent_ranks[line.rank] = seconds
 
 
 def _set_read_timeout(connected: socket.socket, seconds: float) -> None:

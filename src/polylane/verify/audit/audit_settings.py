@@ -201,28 +201,28 @@ _Place = _Name | _Inside | _Table
 class AuditSettings:
     """The values that the user's Python has, as one objective may read them.
 
-    Those of leaves are among them: a plan runs the user's Python for these, and need not look at them. Handed over is
-    all that is in reach and was changed, whatever the capture has seen: it may have overlooked what a step reads. What
-    was not changed may be a counter that a wrong graph does not move, and the auditor's own code does.
+    Handed over is all that is in reach and was changed, also by leaves and log statements, whatever the capture has
+    seen. What was not changed may be a counter that a wrong graph does not move, and the auditor's own code does.
 
     Args:
         prepared: the training, compiled for its plan.
         objective: name of the loss.
-        tells_all: whether the other process has built its objects itself, and is told also what was not changed.
+        tells_all: whether the other process has built its objects itself, and is told what was not changed as well.
     """
 
     def __init__(self, prepared: CompiledTraining, objective: str, tells_all: bool = False) -> None:
         effects = prepared.partitions[objective].graph.code.effects or SideEffects()
         model, computed = prepared.model, prepared.objectives[objective]
         self._read = CapturedSettings(model, [computed.loss], effects, (), True)
-        # With its lines that only note something: a data set may read what they note.
         self._in_reach = CapturedSettings(model, [computed.given_loss], None, (), True)
         self._places = dict(_list_places(self._in_reach.watched))
-        self._start = {label: mark for label, _, mark in self._read_places()}
-        # A plain value that the captured code takes for constant is told in any case.
+        start = [(label, mark, type(content) is str) for label, content, mark in self._read_places()]
+        self._start = {label: mark for label, mark, _ in start}
         self._constants = {row.label(name) for row in self._read.watched.rows for name in row.names}
         self._constants |= {cell.label for cell, _ in self._read.watched.cells}
-        self._told = set(self._start) if tells_all else self._constants & self._start.keys()
+        # A text may name the device of this process, which the other does not have.
+        texts = {label for label, _, is_text in start if is_text}
+        self._told = self._start.keys() - texts if tells_all else self._constants & self._start.keys()
         shared = [(label, slot.value) for label, slot in self._places.items() if isinstance(slot, _Inside)]
         self._shared = [(label, value, _mark_shared(value)) for label, value in shared if _is_shared(value)]
         self._environment = dict(os.environ)

@@ -69,20 +69,24 @@ def spawn_auditor(build: Build, boards: tuple[int, int]) -> Auditor:
     """
     (orders, child_orders), parent = multiprocessing.Pipe(), os.getpid()
     content = pickle.dumps(build)
-    descriptors = [os.dup(descriptor) for descriptor in (child_orders.fileno(), *boards)]
-    child_orders.close()
     environment = {name: text for name, text in os.environ.items() if name not in RANK_VARIABLES}
     environment |= dict.fromkeys(_DEVICES, "")
+    # The modules that this process finds, and no others that lie in the current folder.
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     program = f"import {AUDITOR_MODULE} as auditor; auditor.run_new_process()"
-    words = [sys.executable, "-c", program, *map(str, (parent, *descriptors))]
+    words = [sys.executable, "-P", "-c", program]
     actions: Sequence[tuple[int, int, str, int, int]] = [
         (os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_RDWR, 0) for stream in (0, 1, 2)
     ]
+    descriptors = list[int]()
     try:
-        for descriptor in descriptors:
-            os.set_inheritable(descriptor, True)
+        for descriptor in (child_orders.fileno(), *boards):
+            descriptors.append(os.dup(descriptor))
+            os.set_inheritable(descriptors[-1], True)
+        words += map(str, (parent, *descriptors))
         child = os.posix_spawn(sys.executable, words, environment, file_actions=actions)
     finally:
+        child_orders.close()
         for descriptor in descriptors:
             os.close(descriptor)
     with suppress(OSError):  # it has died, which the first look at it finds

@@ -80,9 +80,16 @@ class AuditSchedule:
             self._due *= 2
         return step + 1 if step_count == 1 else min(step + self._look, self._first + self._due - 1)
 
-    def pass_over(self, step: int) -> int:
-        """Return the next step whose batch may be here as a whole: workers read the batches 1, 3, 6, 12, ... whole."""
-        return find_next_whole(step)
+    def pass_over(self, step: int, begins_epoch: bool) -> int:
+        """Return the next step whose batch may be here as a whole.
+
+        Workers read the batches 1, 3, 6, 12, ... whole, and the second of each later epoch and of a resumed one.
+
+        Args:
+            step: number of the step that is passed over, from 0.
+            begins_epoch: whether it is the first of its epoch, or of this run.
+        """
+        return step + 1 if begins_epoch and step else find_next_whole(step)
 
     def look_again(self, step: int) -> int:
         """Return the step at which a verdict is looked for that is not there yet."""

@@ -152,7 +152,9 @@ class TrainingAudit:
                 if decision.audits:
                     inputs, note = self._take_given(batch, objective)
                     is_here = not note and (self._start.reads_data or inputs.leaves is not None)
-                    next_step = self._schedule.begin_audit(step) if is_here else self._schedule.pass_over(step)
+                    next_step = (
+                        self._schedule.begin_audit(step) if is_here else self._schedule.pass_over(step, begins_epoch)
+                    )
                     decision = replace(decision, audits=is_here, next_step=next_step, note=note)
             decision = self._hear(decision)
             if decision.audits:
