@@ -181,7 +181,7 @@ class _ReportServer(Generic[T]):
         self._failures: list[Failure] = []  # in the order of arrival
         # By rank, when a worker has ended without a report, and before the agent could have ended it.
         self._silent_ranks: dict[int, float] = {}
-        self._first_echo = math.inf  # time at which a failure was reported that is another one's echo
+        self._first_failure = math.inf  # when the first failure was reported
         self._ends_others = False  # whether those that have not left were ended here
         self._on_message = on_message
         self.address = str(meeting_place.folder / "office")
@@ -261,7 +261,8 @@ class _ReportServer(Generic[T]):
     def _end_workers(self) -> None:
         """Kill the workers that have not left, which the agent takes for a failure: it waits for those that have."""
         self._ends_others = True
-        if self.have_all_left:  # the agent raises SignalException
+        # Its handler raises SignalException; where it has ended, or has none, the signal would end this process.
+        if self.have_all_left and callable(signal.getsignal(signal.SIGQUIT)):
             os.kill(os.getpid(), signal.SIGQUIT)
         for rank, process in self._processes.items():
             if rank not in self._silent_ranks:
@@ -280,11 +281,16 @@ class _ReportServer(Generic[T]):
             self._error = self._error or error
         if line.failure is not None and line.failure not in self._failures:
             self._failures.append(line.failure)
-            self._first_echo = min(self._first_echo, time.monotonic())
+            self._first_failure = min(self._first_failure, time.monotonic())
         # Those that end after a failure are ended by the agent; an echo may be here before what it is the echo of.
         is_caused = any(not failure.is_echo for failure in self._failures)
         seconds = time.monotonic()
-        if line.reports.closed and not line.has_ended and not is_caused and seconds < self._first_echo + NOTICE_SECONDS:
+        if (
+            line.reports.closed
+            and not line.has_ended
+            and not is_caused
+            and seconds < self._first_failure + NOTICE_SECONDS
+        ):
             self._silent_ranks[line.rank] = seconds
 
 
