@@ -17,7 +17,7 @@ WORKERS := tests/equivalence tests/runtime tests/planner tests/auto
 
 .PHONY: install test test-workers test-alone test-all mutants fuzz check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
 	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths \
-	bench-checkpoints bench-audit bench-recordings trainings zoo gpu chaos clean
+	bench-checkpoints bench-audit bench-prepared bench-recordings bench-scripts trainings zoo gpu chaos clean
 
 install: $(INSTALLED)
 
@@ -30,7 +30,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PIP) -r constraints.txt
 	@echo "Installing polylane and what it needs: 60 MB"
 	@$(PIP) -c constraints.txt -e .
-	@echo "Installing what its tests and examples need: 50 MB"
+	@echo "Installing what its tests and examples need: 70 MB"
 	@$(PIP) -c constraints.txt -e '.[test]'
 	@touch $@
 	@echo "Done: everything is in $(VENV)"
@@ -56,11 +56,11 @@ test-all: check
 
 # Deliberate bugs, one at a time: `verify` and the tests must notice each. `make mutants ARGS="--only dropped-send"`.
 mutants: $(INSTALLED)
-	@PYTHONPATH=tests $(BIN)/python -m mutants --jobs 2 $(ARGS)
+	@$(BIN)/python -m tests.mutants --jobs 2 $(ARGS)
 
 # Wrong input by the thousand: each must end well, or in one sentence, within bounds. Others: `make fuzz ARGS="--seed 2"`.
 fuzz: $(INSTALLED)
-	@PYTHONPATH=tests $(BIN)/python -m fuzzing --inputs 1000 $(ARGS)
+	@$(BIN)/python -m tests.fuzzing --inputs 1000 $(ARGS)
 
 demo: $(INSTALLED)
 	@$(BIN)/polylane train $(DEMO) --epochs $(EPOCHS) --run run/digits
@@ -116,6 +116,10 @@ bench-checkpoints: $(INSTALLED)
 bench-audit: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.audit $(ARGS)
 
+# A prepared script's steps beside a plain loop's, and beside a Job's.
+bench-prepared: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.prepared $(ARGS)
+
 bench-planner: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.planner $(ARGS)
 
@@ -127,14 +131,18 @@ bench-scale: $(INSTALLED)
 bench-published: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.published $(FILE) $(if $(FOLDER),--folder $(FOLDER)) $(ARGS)
 
+# Training scripts of others, plain and prepared: `make bench-scripts EXAMPLES=checkout ACCELERATE=checkout`.
+bench-scripts: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.scripts $(EXAMPLES) $(ACCELERATE) $(ARGS)
+
 # Hangs that others recorded, with the ranks at which they injected a fault: `make bench-recordings FOLDER=fr_traces`.
 bench-recordings: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.flight_recordings $(FOLDER) $(ARGS)
 
-# Every training of tests/equivalence/trainings.py by every plan, against a plain loop on one device: the table of
+# Every training of tests/equivalence/trainings by every plan, against a plain loop on one device: the table of
 # docs/exactness.md. Some of them: `make trainings ONLY="weighted_mean hf_causal"`.
 trainings: $(INSTALLED)
-	@PYTHONPATH=tests $(BIN)/python tests/equivalence/same_numbers.py --told $(if $(ONLY),--only $(ONLY))
+	@$(BIN)/python -m tests.equivalence.same_numbers --told $(if $(ONLY),--only $(ONLY))
 
 # Models of other packages, by seven plans each, held by verify against one device: docs/models.md. Some of them:
 # `make zoo ARGS="--only GPT-2"`. Their packages go into an environment of their own, which sees polylane's.
@@ -156,7 +164,7 @@ gpu: $(if $(filter no,$(INSTALL)),,$(INSTALLED))
 # Two hundred faults at random moments of trainings, by nine plans, over both transports, under both launchers: hours on
 # a busy machine of two cores. Others: `make chaos FAULTS=40 ARGS="--seed 8 --only kill"`.
 chaos: $(INSTALLED)
-	@PYTHONPATH=tests $(BIN)/python -m chaos tests/small_network.py $(addprefix --plan ,$(CHAOS_PLANS)) --batch 16 $(LAUNCHERS) --seed 7 --faults $(FAULTS) $(ARGS)
+	@$(BIN)/python -m tests.chaos tests/support/recipes/small_network.py $(addprefix --plan ,$(CHAOS_PLANS)) --batch 16 $(LAUNCHERS) --seed 7 --faults $(FAULTS) $(ARGS)
 
 # Everything that is made; the virtual environment too.
 clean:

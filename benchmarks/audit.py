@@ -19,7 +19,9 @@ from polylane.commands.requests import TrainRequest
 from polylane.commands.running.recipe_training import RecipeTraining, load_materials, prepare_once
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.plan.spec import parse
-from polylane.runtime.workers.fork import WorkerContext, fork_workers, limit_to_one_thread
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
+from polylane.runtime.workers.threads import limit_to_one_thread
 from polylane.verify.audit import AuditMode
 from polylane.verify.audit.training_audit import attach_audit
 

@@ -33,7 +33,7 @@ from polylane.plan.plan import Plan
 from polylane.plan.spec import parse
 from polylane.profiling.time_operators import measure_both
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.schedule.action import ActionKind
 from polylane.schedule.stage_graph import StageGraph

@@ -12,12 +12,12 @@ from polylane.cluster.cluster import Cluster
 from polylane.cluster.rank_span import Ranks
 from polylane.cost.cost_table import CostTable
 from polylane.cost.network import collectives as network
-from polylane.cost.operators.training_options import Recompute
 from polylane.cost.shard_traffic import ShardTrafficSeconds, exposed_seconds
 from polylane.cost.stage_cost import Range
+from polylane.plan.recompute import Mode
 
 
-def block_seconds(table: CostTable, block: Range, recompute: Recompute = "none") -> float:
+def block_seconds(table: CostTable, block: Range, recompute: Mode = "none") -> float:
     """Seconds of both passes of a block, where the host runs ahead of the device within the block only.
 
     The host issues all operators of the block while the device computes and waits for collectives: the slower of the

@@ -18,7 +18,7 @@ from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 
 PLANS = ("data=1", "data=2", "pipeline=2,microbatches=4", "tensor=2", "sequence=2")

@@ -37,7 +37,7 @@ from polylane.planner.problem import CapturedProblem, build_cost_model
 from polylane.recipe import load
 from polylane.runtime.job import Job
 from polylane.runtime.training_role import TrainingRole
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.schedule.action import ActionKind
 from polylane.schedule.live import peak_live

@@ -27,7 +27,7 @@ from polylane.planner.ranked_plan import weighted_seconds
 from polylane.probe.machine import local_cluster
 from polylane.recipe import load as load_recipe
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import limit_to_one_thread
+from polylane.runtime.workers.threads import limit_to_one_thread
 from polylane.runtime.workers.world import World
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -16,13 +16,14 @@ from torch import nn
 from benchmarks.published_costs import captured, cluster
 from benchmarks.published_rows import AnyRow, Decoder, Row
 from benchmarks.published_scores import Case, mean_error
-from polylane.cost.operators.training_options import Recompute, TrainingOptions
+from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import CostModel, predict
+from polylane.plan.recompute import Mode
 from polylane.plan.spec import Spec
 from polylane.plan.sync import SyncOptions
 from polylane.planner.problem import CapturedProblem, build_cost_model, fit_plan
 
-RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+RECOMPUTE: tuple[Mode, ...] = ("none", "full")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Choice:
         capacity: bytes that it has.
     """
 
-    recompute: Recompute
+    recompute: Mode
     microbatch: int
     seconds: float
     memory: int

@@ -11,15 +11,16 @@ from typing import TypeVar
 
 from benchmarks.published_gpipe import Experiment, experiment
 from benchmarks.published_zero_bubble import MODELS, SCHEDULES, PipelineRun
-from polylane.cost.operators.training_options import Recompute, TrainingOptions
-from polylane.cost.state_sharding import Sharding
+from polylane.cost.operators.training_options import TrainingOptions
 from polylane.errors import PolylaneError
+from polylane.plan.recompute import Mode
+from polylane.plan.sync import Shard
 
 # Names of devices in the files, and presets.
 DEVICES = {"A100": "a100-80g", "a100_80gb": "a100-80g", "a100_40gb": "a100-40g", "h100_80gb": "h100-80g"}
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp8": "float8", "fp32": "float32"}
-SHARDING: dict[str, Sharding] = {"zero3": "parameters", "zero2": "gradients"}
-RECOMPUTE: dict[str, Recompute] = {"full": "full", "none": "none"}
+SHARDING: dict[str, Shard] = {"zero3": "parameters", "zero2": "gradients"}
+RECOMPUTE: dict[str, Mode] = {"full": "full", "none": "none"}
 # What links hosts, where a file says it, or by the kind of file and device.
 LINKS = {"": "infiniband-hdr-4x200", "800 Gb/s per node": "infiniband-hdr-4x200"}
 FSDP_LINKS = {"a100-80g": "roce-200", "a100-40g": "roce-200", "h100-80g": "roce-400"}
@@ -79,7 +80,7 @@ class Row:
     products: str
     seconds: float
     problem: Hashable
-    shard: Sharding = "none"
+    shard: Shard = "none"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from polylane.graph.graph import Graph
 from polylane.plan.spec import Spec, parse
 from polylane.recipe import Recipe, load
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.schedule.asynchronous import weight_delays
 from polylane.schedule.schedules import ASYNCHRONOUS

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import make_parser
+from benchmarks.stragglers import Straggler, slow_down
 from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
@@ -22,7 +23,8 @@ from polylane.observe.swimlane import render as swimlane
 from polylane.observe.timeline import Timeline
 from polylane.recipe import Recipe, load
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 
 KINDS = (
@@ -44,7 +46,8 @@ KINDS = (
     "data=2,servers=2,staleness=any",
     "data=2,servers=1,dedicated=yes,staleness=any",
 )
-STRAGGLERS = "slow=0:5@4+1:5@4"  # each replica takes five times as long in one of four steps, never both in the same
+# Each replica takes five times as long in one of four steps, never both in the same.
+STRAGGLERS = {0: Straggler(5, 4), 1: Straggler(5, 4)}
 BATCH = 64
 SLOWED = 40  # steps that are timed with a straggler
 LEAD = 3  # steps that do not count
@@ -109,7 +112,7 @@ def accuracy(model: torch.nn.Module, recipe: Recipe) -> float:
 
 def slowed(recipe: Recipe, plan: str) -> float:
     """Samples a second where now this and now that replica is a straggler."""
-    prepared, example = prepared_for(recipe, f"{plan},{STRAGGLERS}")
+    prepared, example = prepared_for(recipe, plan)
 
     def work(context: WorkerContext) -> tuple[int, float]:
         with Job(prepared, World.join(), example=example) as job:
@@ -123,13 +126,14 @@ def slowed(recipe: Recipe, plan: str) -> float:
                 job.step(batch)
             return samples, time.perf_counter() - start
 
-    found = fork_workers(work, prepared.plan.processes)
+    with slow_down(STRAGGLERS):
+        found = fork_workers(work, prepared.plan.processes)
     return sum(samples / seconds for samples, seconds in found[: prepared.plan.workers])
 
 
 def drawn(recipe: Recipe, plan: str, folder: Path) -> Path:
     """Four steps with stragglers, as a swimlane."""
-    prepared, example = prepared_for(recipe, f"{plan},{STRAGGLERS}")
+    prepared, example = prepared_for(recipe, plan)
 
     def work(context: WorkerContext) -> Timeline:
         with Job(prepared, World.join(), example=example) as job:
@@ -137,9 +141,9 @@ def drawn(recipe: Recipe, plan: str, folder: Path) -> Path:
                 job.step(batch)
             return job.timeline(steps=4)
 
-    timeline = replace(
-        fork_workers(work, prepared.plan.processes)[0], title=f"{plan}: four steps, with stragglers · measured"
-    )
+    with slow_down(STRAGGLERS):
+        timeline = fork_workers(work, prepared.plan.processes)[0]
+    timeline = replace(timeline, title=f"{plan}: four steps, with stragglers · measured")
     file = folder / f"stragglers-{plan.partition(',')[2].replace('=', '-').replace(',', '-') or 'sum'}.svg"
     file.write_text(swimlane.svg(timeline))
     return file

@@ -13,7 +13,8 @@ from benchmarks.harness import make_parser
 from polylane.runtime.transport.c10d import C10dTransport as OverGloo
 from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.transport.protocol import Transport
-from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
 
 SIZES = (1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20)  # bytes
 ROUND_SECONDS = 0.15  # a turn of one way at one size

@@ -17,7 +17,7 @@ from polylane.compile.training_problem import TrainingProblem
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.observe.timeline import Span, Timeline
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.schedule.action import PASSES, ActionKind
 from polylane.schedule.schedules import ASYNCHRONOUS, NAMES, schedule_lanes, splits_backward

@@ -23,7 +23,7 @@ from polylane.runtime import compile_cache
 from polylane.runtime.job import Job
 from polylane.runtime.pipeline import anomalies as finite
 from polylane.runtime.pipeline import executor as worker
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 
 LEAD = 3  # steps that do not count

@@ -1,4 +1,4 @@
-"""What every test needs: tests/ importable, and a test process that can be forked safely."""
+"""What every test needs: a test process that can be forked safely."""
 
 import faulthandler
 import gc
@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 # Tests fork, and a forked process cannot use an accelerator that its parent has looked for.
@@ -28,12 +27,7 @@ import torch  # noqa: E402
 import torch._dynamo.config  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-# Helpers are imported by their bare names, whatever drawer the tests that need them are in.
-TESTS = Path(__file__).parent
-for _folder in (TESTS, *(TESTS / name for name in ("equivalence", "graph", "optim", "placement", "plan"))):
-    sys.path.insert(0, str(_folder))
-
-from huge_pages import keep_collapsed  # noqa: E402
+from tests.support.workers.fork_memory import keep_collapsed  # noqa: E402
 
 # Workers are forked from this process. A process whose OpenMP pool has started hangs in its children: never start it.
 torch.set_num_threads(1)

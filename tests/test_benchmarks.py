@@ -8,16 +8,16 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-import benchmarks
 import pytest
 import torch
-from benchmarks import balance, cores
-from benchmarks.zoo.packages import load_torchvision
 from torch import nn
 
-import covering
+import benchmarks
+from benchmarks import balance, cores
+from benchmarks.zoo.packages import load_torchvision
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Action, ActionKind
+from tests.support import subsets
 
 
 def test_control_groups_of_either_version(tmp_path: Path) -> None:
@@ -72,6 +72,7 @@ QUICK = [
     pytest.param("memory_laws", [], r"\| 1f1b \| 2, 1 \| ([\d.]+ MiB) \| \1 \|", marks=slow, id="memory_laws"),
     pytest.param("memory_limit", [], r"\* by this plan: trains", marks=slow, id="memory_limit"),
     pytest.param("planner", ["--tasks", "digits"], "7 cases: median error", marks=slow, id="planner"),
+    pytest.param("prepared", [], r"(?s)## digits, one worker.*## gpt, two workers", marks=slow, id="prepared"),
     pytest.param("scale", [], r"\| 2 layers of GPT-3 \| 8 a100-80g \|", marks=slow, id="scale"),
     pytest.param("sharded", ["tiny"], "polylane shard=parameters", marks=slow, id="sharded"),
     pytest.param("staleness", ["digits"], r"schedule=pipedream` \| 1, 0 \| [\d.]+", marks=slow, id="staleness"),
@@ -105,12 +106,12 @@ def test_files_of_the_zoo_are_named_alike_on_every_machine() -> None:
 
 
 def test_every_benchmark_has_a_quick_run() -> None:
-    # The first two measure nothing, and read files of others; the last one needs a device.
-    without = {"published", "flight_recordings", "gpu"}
+    # The first three measure nothing here, and read files of others; the last one needs a device.
+    without = {"published", "flight_recordings", "scripts", "gpu"}
     assert {case.values[0] for case in QUICK} | without == set(MODULES)
 
 
-@pytest.mark.parametrize(("module", "arguments", "printed"), covering.one_in(2, QUICK, several=True))
+@pytest.mark.parametrize(("module", "arguments", "printed"), subsets.one_in(2, QUICK, several=True))
 def test_a_quick_run_prints_its_table(
     module: str, arguments: list[str], printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,8 +12,12 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Packages by the names that they are imported by, where these differ; pydantic_core is a part of pydantic.
 PACKAGES = {"yaml": "pyyaml", "sklearn": "scikit-learn", "pydantic_core": "pydantic"}
-# What nobody imports and the tests need all the same: programs, a plugin of pytest (timeout), and types for mypy.
-TOOLS = {"mypy", "ruff", "pytest-timeout", "types-pyyaml"}
+# What nobody imports and the tests need all the same: programs, a plugin of pytest (timeout), a notebook's kernel, and
+# types for mypy.
+TOOLS = {"ipykernel", "mypy", "ruff", "pytest-timeout", "types-pyyaml"}
+
+
+BRIDGES = ROOT / "src" / "polylane" / "integrations"  # to packages that are extras
 
 
 def imported(*folders: str) -> set[str]:
@@ -21,13 +25,15 @@ def imported(*folders: str) -> set[str]:
     found = set[str]()
     for folder in folders:
         for file in (ROOT / folder).rglob("*.py"):
+            if file.parent == BRIDGES and folder == "src":
+                continue
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.Import):
                     found |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                     found.add(node.module.partition(".")[0])
-    own = {path.stem for folder in ("src", "tests", "examples") for path in (ROOT / folder).rglob("*")}
-    own |= {"polylane", "benchmarks", "small_recipe"}  # the last is written by the test that imports it
+    own = {"polylane", "benchmarks", "tests", *(path.stem for path in (ROOT / "examples").glob("*.py"))}
+    own |= {"small_recipe"}  # which the test that imports it writes
     return {_normalize(PACKAGES.get(name, name)) for name in found - own - set(sys.stdlib_module_names)}
 
 
@@ -45,9 +51,15 @@ def test_the_library_imports_what_it_depends_on() -> None:
     assert imported("src") == declared(PROJECT["dependencies"])
 
 
+def test_bridges_import_their_extras() -> None:
+    extras, own = PROJECT["optional-dependencies"], declared(PROJECT["dependencies"])
+    assert imported(str(BRIDGES.relative_to(ROOT))) - own == declared([*extras["transformers"], *extras["lightning"]])
+
+
 def test_extras_are_what_examples_benchmarks_and_tests_import() -> None:
     extras, own = PROJECT["optional-dependencies"], declared(PROJECT["dependencies"])
     assert imported("examples") - own == declared(extras["examples"])
     assert imported("benchmarks") - own == declared([*extras["zoo"], *extras["gpipe"]])
-    found = imported("tests") - own - declared(extras["examples"]) - declared(extras["zoo"])
+    bridged = declared([*extras["transformers"], *extras["lightning"]])
+    found = imported("tests") - own - declared(extras["examples"]) - declared(extras["zoo"]) - bridged
     assert found == declared(extras["test"]) - TOOLS

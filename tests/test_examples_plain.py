@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from models import CASES, EXAMPLES, TINY, Case, example_case
 from polylane.recipe import Mean, RecipeError, load
+from tests.support.models import CASES, EXAMPLES, TINY, Case, example_case
 
 # Of every example, at the sizes of models.TINY: what the model gives for a batch of 6.
 OUTPUTS = {

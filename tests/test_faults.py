@@ -21,7 +21,7 @@ from polylane.faults import PolylaneFault, explain_fault, told_as_fault
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.training_role import TrainingRole
 from polylane.runtime.workers.failure import Failure
-from training import batch_of, classify, mlp, sgd, workers
+from tests.support.workers.training import batch_of, classify, mlp, sgd, workers
 
 RECIPE = """
 import torch
@@ -88,14 +88,14 @@ def test_a_command(words: str, module: Any, name: str, error: str, file: str, mo
 
 
 def test_a_worker_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Executor, "_delay_straggler")
+    monkeypatch.delattr(Executor, "_forward")
     line = "train tiny.py --workers 2 --steps 1 --batch 4 --audit off --run run"
     result = CliRunner().invoke(app, line.split())
     assert result.exit_code == 1 and "polylane: worker " in result.stderr
     kept = matched(
         result.stderr,
         r"job\.step\(.*\) at stage 0, microbatch 0",
-        r"AttributeError: .*'_delay_straggler'",
+        r"AttributeError: .*'_forward'",
         "runtime/pipeline/executor.py",
     )
     assert "in _run_action" in kept

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from fuzzing.inputs import CHEAP, CLUSTER, KINDS, PLAN, STAGES, make_input
-from fuzzing.isolation import FuzzInput, run_here, run_inputs
-from fuzzing.warm_start import warm_up
 from polylane.yaml_file import parse
+from tests.fuzzing.inputs import CHEAP, CLUSTER, KINDS, PLAN, STAGES, make_input
+from tests.fuzzing.isolation import FuzzInput, run_here, run_inputs
+from tests.fuzzing.warm_start import warm_up
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
 

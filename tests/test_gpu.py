@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import dropout, report, speed, teams
 from benchmarks.gpu.setting import Row, Setting, relative_difference
-
-from fake_cuda import build
+from tests.fake_cuda import build
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def test_figures():
 def test_a_plan_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch):
     runs: list[tuple[str, ...]] = []
 
-    def spawn(work, workers, hear):
+    def spawn(work, workers, hear, start_method):
         plans = work.args[0]
         runs.append(plans)
         for plan in plans:
@@ -74,7 +74,7 @@ def test_a_plan_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch):
                 raise RuntimeError("first line\nthe cause")
             hear(0, {"plan": plan, "figures": {"seconds": 0.0}})
 
-    monkeypatch.setattr(teams, "spawn_workers", spawn)
+    monkeypatch.setattr(teams, "start_workers", spawn)
     monkeypatch.setattr(teams.families, "plans_of", lambda workers, quick: ("a", "bad", "b"))
     found = teams.measure_families(Setting("cpu", True), 2)
     assert runs == [("a", "bad", "b"), ("b",)]

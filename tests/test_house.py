@@ -11,13 +11,15 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 import networkx as nx
 import pytest
 
 PACKAGE = "polylane"
-SOURCE = Path(__file__).parent.parent / "src" / PACKAGE
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src" / PACKAGE
 
 # Rooms from the ground up: the folders and files at the top of the package. A room imports from lower floors only; the
 # rooms of one floor do not import from each other. "__init__" is the package's own file.
@@ -43,6 +45,8 @@ FLOORS = (
     ("inspection",),
     ("verify",),
     ("auto",),
+    ("script",),
+    ("integrations",),
     ("__init__",),
     ("commands",),
     ("cli", "cli_options", "cli_planning", "cli_running"),
@@ -96,6 +100,11 @@ class Module:
     lines: int
     syntax: ast.Module
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the syntax: walked once, for all laws."""
+        return list(ast.walk(self.syntax))
+
     @property
     def room(self) -> str:
         """The folder or file at the top of the package that the module belongs to."""
@@ -124,13 +133,13 @@ class SourceTree:
     def walk(self) -> Iterator[tuple[Module, ast.AST]]:
         """Every node of every module's syntax, with the module it is in."""
         for module in self.modules.values():
-            for node in ast.walk(module.syntax):
+            for node in module.nodes:
                 yield module, node
 
     def imports(self) -> Iterator[tuple[str, str, ast.stmt]]:
         """Names of a module and of one that it imports, and the statement; inside functions and for types alike."""
         for name, module in self.modules.items():
-            for node in ast.walk(module.syntax):
+            for node in module.nodes:
                 if isinstance(node, ast.Import):
                     asked = [alias.name for alias in node.names]
                 elif isinstance(node, ast.ImportFrom) and node.module:
@@ -313,9 +322,15 @@ LAWS: dict[str, Law] = {
 }
 
 
-@pytest.fixture(scope="module")
-def library() -> SourceTree:
+@cache
+def read_library() -> SourceTree:
+    """The library's tree, read once for all tests of a process."""
     return SourceTree(SOURCE)
+
+
+@pytest.fixture
+def library() -> SourceTree:
+    return read_library()
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -328,6 +343,22 @@ def test_the_architecture_names_every_folder() -> None:
     page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
     folders = [folder.parent.relative_to(SOURCE) for folder in sorted(SOURCE.rglob("*/__init__.py"))]
     assert [str(folder) for folder in folders if f"`{folder}/`" not in page] == []
+
+
+def test_every_folder_has_tests() -> None:
+    """In a folder of the same name, or in those that its header names ("Its tests are in ``tests/...``")."""
+    for header in sorted(SOURCE.rglob("*/__init__.py")):
+        folder = header.parent.relative_to(SOURCE)
+        names = re.findall(r"``(tests/[\w/]+)``", header.read_text()) or [f"tests/{folder}"]
+        assert all(any((TESTS.parent / name).rglob("test_*.py")) for name in names), f"{folder} has no tests: {names}"
+
+
+def test_what_tests_share_is_in_a_folder() -> None:
+    """Beside the tests of a room, or in ``tests/support``, whose folders are held to laws of the library's."""
+    loose = {file.name for file in TESTS.glob("*.py") if not file.name.startswith("test_")}
+    assert loose == {"__init__.py", "conftest.py"}
+    support = SourceTree(TESTS / "support")
+    assert [rule for rule in ("crowded folders", "long functions", "empty module names") if LAWS[rule](support)] == []
 
 
 def test_what_is_pending_is_a_law() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import commands_run
+from tests.support.workers import forked_commands
 
 ROOT = Path(__file__).parent.parent
 BIN = "/bin-of-the-environment"  # a folder that is not there: recipes are read and not run
@@ -52,12 +52,10 @@ def commands_of(target: str, installed: Path, **options: str) -> list[list[str]]
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_a_recipe_names_exists(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_recipe_names_exists(target: str, tmp_path: Path) -> None:
     commands = commands_of(target, tmp_path)
     assert commands
     for words in commands:
-        if "PYTHONPATH=tests" in words:
-            monkeypatch.syspath_prepend(str(ROOT / "tests"))
         for word, following in zip(words, [*words[1:], ""], strict=True):
             if word.startswith(f"{BIN}/"):
                 assert Path(word).name in COMMANDS, words
@@ -81,7 +79,7 @@ def test_benchmarks_are_handed_arguments(tmp_path: Path) -> None:
         assert all(words[-1] == "--quick" for words in commands_of(target, tmp_path, ARGS="--quick"))
     ((python, *words),) = commands_of("bench-published", tmp_path, FILE="none.csv")
     assert python == f"{BIN}/python"
-    done = commands_run.run([sys.executable, *words], cwd=ROOT)
+    done = forked_commands.run([sys.executable, *words], cwd=ROOT)
     assert done.returncode and "none.csv" in done.stderr
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mutants.__main__ import fits
-from mutants.planting import Misfit, Mutant, mutated
-from mutants.table import MUTANTS
+from tests.mutants.__main__ import fits
+from tests.mutants.planting import Misfit, Mutant, mutated
+from tests.mutants.table import MUTANTS
 
 SOURCE = '''"""A module."""
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from benchmarks import published, published_choices
 from benchmarks.published_rows import Decoder, Row
-
 from polylane.cost.operators.training_options import TrainingOptions
 
 MODEL = Decoder(2, 64, 256, 4, 32, 128, fused=True)

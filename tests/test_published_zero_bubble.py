@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from benchmarks import published, published_rows
 from benchmarks import published_zero_bubble as zero_bubble
 from benchmarks.published_scores import mean_error, problems, regret
 from benchmarks.published_zero_bubble import Gpt, PipelineRun
-
 from polylane.errors import PolylaneError
 
 TINY = Gpt(layers=6, hidden=64, heads=4, samples=2)

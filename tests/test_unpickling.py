@@ -61,6 +61,10 @@ _WORTH_PARSING = re.compile(
 
 # Places that stay: file and function, what is called there, and why that is right.
 ALLOWED = {
+    # The value of a function that a forked worker has run: it came through the pipe below, as bytes.
+    ("script/launch.py", "launch", "torch.load"),
+    # The user's own script is compiled, to tell a syntax error before any worker starts, and not run there.
+    ("commands/run.py", "check_script", "compile"),
     # A result is any value of the worker's function, and comes through the pipe that the parent made before it forked,
     # or through spawn.py's socket in a folder of mode 0700, after the job's secret: both ends are this job's.
     ("runtime/workers/worker_pipe.py", "WorkerPipe._take", "torch.load"),
@@ -77,9 +81,6 @@ ALLOWED = {
     ("runtime/pipeline/generated_code.py", "generate_code", "compile"),
     # Formulas of sizes, written here from traced numbers of known operators; no text of a file is in them.
     ("graph/traced_sizes.py", "_compile", "exec"),
-    # The user's own `raise` statement, compiled from his recipe's source, which runs anyway.
-    ("graph/capture/python/raising_branches.py", "_tell", "exec"),
-    ("graph/capture/python/raising_branches.py", "_find_words", "compile"),
     # The user's own loss, without some of its lines, compiled from the source that it was compiled from.
     ("graph/capture/python/function_source.py", "build_function", "compile"),
     # A SEQPACKET socket's and a process group's: they return bytes and fill tensors.

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gpu.setting import Row, Setting, relative_difference
 from benchmarks.gpu.trainings import train_by_plan, train_plainly
-from polylane.runtime.workers.fork import WorkerContext
+from polylane.runtime.workers.started_worker import WorkerContext
 
 STEPS = 3
 TOLERANCE = 1e-9  # relative, in float64

@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.gpu import dropout, equality, families, memory, spans, speed
 from benchmarks.gpu.setting import Row, Setting
-from polylane.runtime.workers.fork import WorkerContext
-from polylane.runtime.workers.spawn import spawn_workers
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import start_workers
 
 ALONE = {"equality": equality, "dropout": dropout, "spans": spans, "memory": memory, "speed": speed}
 
@@ -38,7 +38,7 @@ def measure_alone(setting: Setting, subjects: list[str]) -> list[Row]:
     for subject in subjects:
         try:
             with environment_of(setting):
-                rows += spawn_workers(partial(_run_alone, subject, setting), 1)[0]
+                rows += start_workers(partial(_run_alone, subject, setting), 1, start_method="spawn")[0]
         except Exception as error:
             rows.append(Row(subject, "all of it", {"failed": _sentence(error)}, False))
     return rows
@@ -59,7 +59,8 @@ def measure_families(setting: Setting, workers: int) -> dict[str, dict[str, Any]
     while left:
         try:
             with environment_of(setting):
-                spawn_workers(partial(families.run_plans, tuple(left), setting), workers, hear)
+                work = partial(families.run_plans, tuple(left), setting)
+                start_workers(work, workers, hear, start_method="spawn")
             break
         except Exception as error:
             failed = next((plan for plan in left if plan not in found), left[-1])

@@ -26,7 +26,7 @@ from polylane.compile.objectives import Objective
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
-from polylane.runtime.workers.fork import limit_to_one_thread
+from polylane.runtime.workers.threads import limit_to_one_thread
 from polylane.verify.verdict import Verdict
 from polylane.verify.verify import verify
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from polylane.runtime.data_parallel import data_parallel
     from polylane.runtime.job import Job as Job
     from polylane.runtime.step_result import StepResult
+    from polylane.script.launch import launch
+    from polylane.script.prepare import epochs, prepare, resumed
 
 __version__ = "0.1.0"
 
@@ -22,14 +25,35 @@ _HOMES = {
     "PolylaneError": "polylane.errors",
     "StepResult": "polylane.runtime.step_result",
     "data_parallel": "polylane.runtime.data_parallel",
+    "epochs": "polylane.script.prepare",
+    "launch": "polylane.script.launch",
     "parallelize": "polylane.auto.parallelize",
+    "prepare": "polylane.script.prepare",
+    "resumed": "polylane.script.prepare",
 }
-__all__ = ["Job", "Mean", "PolylaneError", "StepResult", "__version__", "data_parallel", "parallelize"]
+__all__ = [
+    "Job",
+    "Mean",
+    "PolylaneError",
+    "StepResult",
+    "__version__",
+    "data_parallel",
+    "epochs",
+    "launch",
+    "parallelize",
+    "prepare",
+    "resumed",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        # An imported module may draw, as rich does, and the script would shuffle otherwise than without polylane.
+        state = random.getstate()
+        try:
+            return getattr(import_module(_HOMES[name]), name)
+        finally:
+            random.setstate(state)
     raise AttributeError(f"module 'polylane' has no attribute {name!r}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
@@ -23,11 +22,13 @@ from polylane.commands.requests import (
     InspectRequest,
     LanesRequest,
     VerifyRequest,
+    build_request,
 )
 from polylane.errors import LINES, PolylaneError, WorkerFailed, clean_sentence, clean_text, describe_error
 from polylane.faults import PolylaneFault, explain_fault
 from polylane.output import find_loss, guard_streams
 from polylane.runtime.workers.failure import format_exit_code
+from polylane.runtime.workers.launch_environment import is_first_of_host
 from polylane.runtime.workers.stop_request import Stopped, describe_end
 from polylane.runtime.workers.system_limits import explain_refusal
 from polylane.schedule.schedules import ScheduleName
@@ -57,7 +58,7 @@ class _Sentences(TyperGroup):
             # In standalone mode click would print errors itself, in its own form.
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except _CommandLineError as error:
-            code = _say(clean_sentence(_plain(error.format_message())), 2)  # type: ignore[attr-defined]
+            code = _say(clean_sentence(_plain(error.format_message()) + _hint(error)), 2)  # type: ignore[attr-defined]
         except PolylaneError as error:
             # What failed for want of memory or files is said as such, whatever was being done.
             failure = (error.__cause__ and explain_refusal(error.__cause__, None)) or error
@@ -112,13 +113,20 @@ def _plain(message: str) -> str:
     return message
 
 
+def _hint(error: Exception) -> str:
+    """Return what to do about a wrong command line; "" where its message says it all."""
+    context: Any = getattr(error, "ctx", None)
+    is_unknown = getattr(error, "option_name", None) is not None and hasattr(error, "possibilities")
+    return " (the script's own arguments follow --)" if is_unknown and context and context.info_name == "run" else ""
+
+
 def _say(message: str, code: int) -> int:
     """Print the message on stderr and return the exit code.
 
     Under torchrun most workers have the same message: the first of each host prints it, and the others wait until
     torchrun has ended them.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not is_first_of_host():
         time.sleep(ECHO_SECONDS)
     print(f"polylane: {clean_text(message, keep=LINES)}", file=sys.stderr, flush=True)
     return code
@@ -186,13 +194,14 @@ cli_running.register(app)
 
 @app.command()
 def verify(
-    recipe: Recipe,
+    recipe: options.RecipeOrScript,
+    arguments: options.ScriptArguments = None,
     workers: Workers = None,
     plan: Plan = None,
     steps: Annotated[int, typer.Option("--steps", metavar="K", min=1, help="Optimizer steps to train.")] = 3,
     batch: Batch = 64,
     seed: Seed = 0,
-    set_: Set = None,
+    settings: Set = None,
     clip_norm: ClipNorm = None,
     resume: options.ProveResume = False,
     resume_plan: options.ResumePlan = None,
@@ -209,26 +218,20 @@ def verify(
     schedulers; with --resume-plan, to within 1e-9 when resumed under another plan. Otherwise reports the first tensor
     that differs and exits with code 1.
 
+    Of a SCRIPT that calls polylane.prepare, runs it plainly and under the plan, each time to its end, and compares the
+    numbers that it prints, line by line, and the weights that its models have at the end; in float64 if it runs with
+    torch.set_default_dtype(torch.float64), else to the precision of its own types. Files that it writes are written by
+    both.
+
     \b
     Examples:
       polylane verify examples/digits.py --workers 4 --plan data=2,pipeline=2
+      polylane verify mnist.py --plan pipeline=2 -- --epochs 1
       polylane verify examples/digits.py --plan data=2 --resume --resume-plan pipeline=2 --steps 6
     """
+    request = build_request(VerifyRequest, locals())
     from polylane.commands import verify as command
 
-    request = VerifyRequest(
-        recipe=recipe,
-        batch=batch,
-        settings=tuple(set_ or ()),
-        seed=seed,
-        json=json,
-        workers=workers,
-        plan=plan,
-        clip_norm=clip_norm,
-        steps=steps,
-        resume=resume,
-        resume_plan=resume_plan,
-    )
     if not command.run(request):
         raise typer.Exit(1)
 
@@ -246,8 +249,8 @@ def inspect(
         ),
     ] = None,
     batch: Batch = 64,
-    set_: Set = None,
-    write: Annotated[
+    settings: Set = None,
+    plan_file: Annotated[
         Path | None,
         typer.Option("--write", metavar="FILE", help="Write the plan to a file, for --plan."),
     ] = None,
@@ -272,12 +275,10 @@ def inspect(
       polylane inspect examples/gpt.py --plan tensor=2
       polylane inspect examples/gpt.py --plan pipeline=2,tensor=2 --write plan.yaml
     """
+    request = build_request(InspectRequest, locals())
     from polylane.commands import inspect as command
 
-    settings = tuple(set_ or ())
-    command.run(
-        InspectRequest(recipe=recipe, batch=batch, settings=settings, json=json, plan=plan, plan_file=write, svg=svg)
-    )
+    command.run(request)
 
 
 cli_planning.register(app)
@@ -321,25 +322,7 @@ def lanes(
       polylane lanes 1f1b --stages 2 --microbatches 4 --replicas 2,1 --forward 2,1 --backward 2,1
       polylane lanes --compare --stages 4 --microbatches 8 --html schedules.html
     """
+    request = build_request(LanesRequest, locals())
     from polylane.commands import lanes as command
 
-    request = LanesRequest(
-        schedule=schedule,
-        compare=compare,
-        stages=stages,
-        chunks=chunks,
-        microbatches=microbatches,
-        batches=batches,
-        vertical_sync=vertical_sync,
-        live=live,
-        replicas=replicas,
-        forward=forward,
-        backward=backward,
-        weight=weight,
-        halving=halving,
-        hop=hop,
-        svg=svg,
-        html=html,
-        json=json,
-    )
     command.run(request)

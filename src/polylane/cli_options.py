@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from polylane.commands.requests import WorkerRange
+from polylane.commands import requests
+from polylane.commands.learning_rates import LargeBatch, RateRule
 from polylane.verify.audit import AuditMode
 
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="Path of a Python file, or a dotted module name.", show_default=False)
+]
+RecipeOrScript = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE|SCRIPT",
+        help="Path of a Python file, or a dotted module name, of a recipe; or path of a script.",
+        show_default=False,
+    ),
+]
+ScriptArguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- ARGUMENTS]", help="The script's own arguments, after --.", show_default=False),
 ]
 Plan = Annotated[
     str | None,
@@ -20,6 +33,15 @@ Plan = Annotated[
         metavar="SPEC",
         help="How to split the training: a line such as data=2,pipeline=2, the path of a plan file, or auto for the "
         "plan predicted to be fastest on this machine. Default: data=N.",
+    ),
+]
+ScriptPlan = Annotated[
+    str | None,
+    typer.Option(
+        "--plan",
+        metavar="SPEC",
+        help="How to split the script's training: a line such as data=2,pipeline=2, the path of a plan file, or auto "
+        "for the plan predicted to be fastest on N workers. Default: data=N; on one worker the script runs as it is.",
     ),
 ]
 # The bound is that of a plan's workers.
@@ -31,16 +53,16 @@ Workers = Annotated[
 ]
 
 
-def _parse_workers(text: str) -> WorkerRange:
+def _parse_workers(text: str) -> requests.WorkerRange:
     fewest, colon, maximum = text.partition(":")
     numbers = [int(part) for part in (fewest, maximum) if part.isascii() and part.isdecimal() and len(part) < 8]
     if len(numbers) != 1 + bool(colon) or not 1 <= numbers[0] <= numbers[-1] <= 2**20:
         raise typer.BadParameter("give a number of workers (4), or the fewest and the most (2:4)")
-    return WorkerRange(numbers[0] if colon else None, numbers[-1])
+    return requests.WorkerRange(numbers[0] if colon else None, numbers[-1])
 
 
 WorkersOrRange = Annotated[
-    WorkerRange | None,
+    requests.WorkerRange | None,
     typer.Option(
         "--workers",
         metavar="N|MIN:MAX",
@@ -91,7 +113,7 @@ ClipNorm = Annotated[
     float | None, typer.Option("--clip-norm", metavar="X", help="Clip the gradients to this total 2-norm.")
 ]
 OnNan = Annotated[
-    Literal["stop", "warn"],
+    requests.OnNan,
     typer.Option(
         "--on-nan",
         help="If the loss is not finite: stop and report the first operator that was not, or warn and continue.",
@@ -101,13 +123,13 @@ Audit = Annotated[
     AuditMode,
     typer.Option(
         "--audit",
-        help="Repeat steps 1, 2, 4, 8, ... and the first of each epoch in a separate process, as the recipe is"
-        " written, and compare the results. auto: audit as many of them as fit into 1% of the training "
+        help="Repeat steps 1, 2, 4, 8, ... (of a recipe, the first of each epoch as well, in a separate process) as "
+        "your code is written, and compare the results. auto: audit as many of them as fit into 1% of the training "
         "time, and stop if a step differs; stop: audit all of them; warn: continue if a step differs.",
     ),
 ]
 OnHang = Annotated[
-    Literal["stop", "restart", "wait"],
+    requests.OnHang,
     typer.Option(
         "--on-hang",
         help="If a worker hangs: stop and report it, restart the workers (see --max-restarts), or report it and wait.",
@@ -143,7 +165,7 @@ RequeueCode = Annotated[
     ),
 ]
 OnDiskError = Annotated[
-    Literal["warn", "stop"],
+    requests.OnDiskError,
     typer.Option(
         "--on-disk-error", help="If the run folder can no longer be written: warn once and continue, or stop."
     ),
@@ -180,12 +202,12 @@ MaxRestarts = Annotated[
 ]
 DropLast = Annotated[bool, typer.Option("--drop-last", help="Drop the last batch of an epoch if it is incomplete.")]
 LargeBatchOptimizer = Annotated[
-    Literal["lars", "lamb"] | None,
+    LargeBatch | None,
     typer.Option("--optimizer", help="Use this large-batch optimizer instead of the recipe's. Requires --lr."),
 ]
 LearningRate = Annotated[float | None, typer.Option("--lr", metavar="X", help="Learning rate of --optimizer.")]
 ScaleRate = Annotated[
-    Literal["linear", "sqrt"] | None,
+    RateRule | None,
     typer.Option("--scale-lr", help="Scale the recipe's learning rates from --base-batch to --batch."),
 ]
 BaseBatch = Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from polylane.cli_options import Batch, Json, Recipe, Set
-from polylane.commands.requests import PlanRequest, ProbeRequest, RecipeRequest, SimulateRequest
+from polylane.commands.requests import PlanRequest, ProbeRequest, RecipeRequest, SimulateRequest, build_request
 
 
 def register(app: typer.Typer) -> None:
@@ -101,7 +101,7 @@ def probe(
         ),
     ] = None,
     batch: Batch = 64,
-    set_: Set = None,
+    settings: Set = None,
     json: Json = False,
 ) -> None:
     """Measure this machine: operators, memory, communication, and the slowdown of workers that run side by side.
@@ -113,8 +113,9 @@ def probe(
     """
     from polylane.commands import probe as command
 
-    settings = tuple(set_ or ())
-    recipes = [RecipeRequest(recipe=path, batch=batch, settings=settings, json=json) for path in profile or []]
+    recipes = [
+        RecipeRequest(recipe=path, batch=batch, settings=tuple(settings or ()), json=json) for path in profile or []
+    ]
     command.run(ProbeRequest(output=output, workers=workers, recipes=tuple(recipes), json=json))
 
 
@@ -154,7 +155,7 @@ def simulate(
     cluster: _Cluster,
     plan: _SimulatedPlan,
     batch: Batch = 64,
-    set_: Set = None,
+    settings: Set = None,
     dtype: _Dtype = None,
     recompute: _Recompute = None,
     shard: _Shard = None,
@@ -182,29 +183,9 @@ def simulate(
       polylane simulate examples/gpt.py --cluster 4:a100-80g --plan pipeline=4,microbatches=8 --chunks 2
       polylane simulate examples/gpt.py --cluster 2x1x8:a100-80g,sites=internet-1g --plan data=16 --every 32
     """
+    request = build_request(SimulateRequest, locals())
     from polylane.commands import simulate as command
 
-    request = SimulateRequest(
-        recipe=recipe,
-        batch=batch,
-        settings=tuple(set_ or ()),
-        json=json,
-        cluster=cluster,
-        dtype=dtype,
-        recompute=recompute,
-        shard=shard,
-        overlap=overlap,
-        reserve=reserve,
-        profile=profile,
-        plan=plan,
-        slow=tuple(slow or ()),
-        html=html,
-        svg=svg,
-        breakdown=breakdown,
-        schedule=schedule,
-        chunks=chunks,
-        every=every,
-    )
     command.run(request)
 
 
@@ -232,7 +213,7 @@ def plan(
     recipe: Recipe,
     cluster: _Cluster,
     batch: Batch = 64,
-    set_: Set = None,
+    settings: Set = None,
     plan: _Fixed = None,
     workers: _MostWorkers = None,
     memory: _Memory = None,
@@ -263,26 +244,7 @@ def plan(
       polylane plan examples/gpt.py --cluster 8:a100-80g --plan data=4,shard=parameters --reserve "4 GiB"
       polylane plan examples/gpt.py --cluster 2x1:gtx-1080-ti --set hidden=1024 --set layers=24
     """
+    request = build_request(PlanRequest, locals())
     from polylane.commands import plan as command
 
-    request = PlanRequest(
-        recipe=recipe,
-        batch=batch,
-        settings=tuple(set_ or ()),
-        json=json,
-        cluster=cluster,
-        dtype=dtype,
-        recompute=recompute,
-        shard=shard,
-        every=every,
-        schedule=schedule,
-        chunks=chunks,
-        reserve=reserve,
-        profile=profile,
-        plan=plan,
-        workers=workers,
-        memory=memory,
-        top=top,
-        output=output,
-    )
     command.run(request)

@@ -12,10 +12,12 @@ from polylane.cli_options import Batch, ClipNorm, Json, Plan, Recipe, Seed, Set
 from polylane.commands.learning_rates import LearningRateOptions
 from polylane.commands.requests import (
     ExportRequest,
+    RunRequest,
     SavingOptions,
     TrainRequest,
     TroubleOptions,
     WhyRequest,
+    build_request,
     default_restarts,
 )
 from polylane.runtime.workers.stop_request import GRACE
@@ -24,7 +26,7 @@ from polylane.runtime.workers.stop_request import GRACE
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     # Registered here and not by decorators: the application is in cli.py, which imports this module.
-    for command in (train, export, why):
+    for command in (train, run, export, why):
         app.command()(command)
 
 
@@ -41,7 +43,7 @@ def train(
     resume: options.Resume = None,
     max_restarts: options.MaxRestarts = None,
     seed: Seed = 0,
-    set_: Set = None,
+    settings: Set = None,
     clip_norm: ClipNorm = None,
     on_nan: options.OnNan = "stop",
     audit: options.Audit = "auto",
@@ -78,7 +80,7 @@ def train(
     from polylane.commands import train as command
 
     fewest, maximum = workers or (None, None)
-    shared: dict[str, Any] = {"recipe": recipe, "batch": batch, "settings": tuple(set_ or ()), "seed": seed}
+    shared: dict[str, Any] = {"recipe": recipe, "batch": batch, "settings": tuple(settings or ()), "seed": seed}
     split: dict[str, Any] = {"workers": maximum, "plan": plan, "clip_norm": clip_norm, "json": json, "audit": audit}
     length: dict[str, Any] = {"epochs": epochs, "steps": steps, "drop_last": drop_last, "run_folder": run}
     request = TrainRequest(
@@ -86,6 +88,53 @@ def train(
         rates=LearningRateOptions(batch, optimizer, lr, scale_lr, base_batch, warmup),
         saving=SavingOptions(save_every, keep, resume, default_restarts(max_restarts, workers)),
         trouble=TroubleOptions(on_hang, hang_after, on_disk_error, grace, requeue_code),
+    )
+    command.run(request)
+
+
+def run(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Path of a Python file.", show_default=False)],
+    arguments: options.ScriptArguments = None,
+    workers: options.Workers = None,
+    plan: options.ScriptPlan = None,
+    run: options.RunFolder = None,
+    save_every: options.SaveEvery = None,
+    keep: options.Keep = 3,
+    resume: options.Resume = None,
+    max_restarts: options.MaxRestarts = None,
+    on_disk_error: options.OnDiskError = "warn",
+    grace: options.Grace = GRACE,
+    requeue_code: options.RequeueCode = 0,
+    on_hang: options.OnHang = "stop",
+    hang_after: options.HangAfter = None,
+    audit: options.Audit = "auto",
+) -> None:
+    """Run a training script that calls polylane.prepare on N workers.
+
+    Every worker runs the script as python SCRIPT ARGUMENTS would, and polylane.prepare(model, optimizer, ...) in it
+    splits the training by the plan. Only rank 0 prints. The script prints the same numbers as without polylane; verify
+    SCRIPT proves that.
+
+    The exit code is the script's own; 1 if a worker failed, 2 for invalid input, 130 after Ctrl-C, 128 plus the signal
+    number after another signal.
+
+    \b
+    Examples:
+      polylane run mnist.py --workers 4 --plan data=2,pipeline=2
+      polylane run mnist.py --plan data=4 -- --epochs 3 --lr 0.1
+      torchrun --nproc-per-node 4 -m -- polylane run mnist.py --plan pipeline=4
+    """
+    from polylane.commands import run as command
+
+    request = RunRequest(
+        script=script,
+        arguments=tuple(arguments or ()),
+        workers=workers,
+        plan=plan,
+        run_folder=run,
+        saving=SavingOptions(save_every, keep, resume, max_restarts or 0),
+        trouble=TroubleOptions(on_hang, hang_after, on_disk_error, grace, requeue_code),
+        audit=audit,
     )
     command.run(request)
 
@@ -113,9 +162,10 @@ def export(
     Example:
       polylane export run/digits model.safetensors
     """
+    request = build_request(ExportRequest, locals())
     from polylane.commands import export as command
 
-    command.run(ExportRequest(checkpoint=checkpoint, out=out, force=force, json=json))
+    command.run(request)
 
 
 def why(
@@ -133,6 +183,7 @@ def why(
     Example:
       polylane why run/digits --html why.html
     """
+    request = build_request(WhyRequest, locals())
     from polylane.commands import why as command
 
-    command.run(WhyRequest(run=run, svg=svg, html=html, json=json))
+    command.run(request)

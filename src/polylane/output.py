@@ -144,11 +144,14 @@ def _find_file(stream: Any) -> OutputFile | None:
     return raw if isinstance(raw, OutputFile) else None
 
 
-def put_work_first() -> None:
-    """Have what is printed from now on be beside the matter: nobody waits long for its reader, and its loss is said."""
+def put_work_first(speaks: bool = True) -> None:
+    """Have what is printed from now on be beside the matter: nobody waits long for its reader, and its loss is said.
+
+    Args:
+        speaks: whether this process says it; of workers that share no memory, the first one of a host does.
+    """
     global _is_said, _is_others_to_say
-    # Asked now: a worker hides its rank from the user's code later.
-    _is_others_to_say = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
+    _is_others_to_say = not speaks
     _is_said = mmap.mmap(-1, 1)  # of this training and its workers
     for stream in (sys.stdout, sys.stderr):
         if (file := _find_file(stream)) is not None:
@@ -167,7 +170,7 @@ def find_loss() -> str:
 def say_at_once(sentence: str) -> None:
     """Print a sentence on stderr, past the buffers of Python's streams: a signal may come while these are written to.
 
-    Where stderr cannot be written nobody can be told, and this is no reason to fail either.
+    Where stderr cannot be written either, nothing is said, and that is no reason to fail.
     """
     content = f"polylane: {clean_text(sentence, keep=LINES)}\n".encode(errors="backslashreplace")
     if (file := _find_file(sys.stderr)) is not None:

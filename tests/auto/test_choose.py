@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import covering
 from polylane.auto import choose as auto
 from polylane.cluster.spec import parse
 from polylane.compile.objectives import build_objectives
@@ -20,7 +19,8 @@ from polylane.graph.capture.capture import capture
 from polylane.plan.fixed_keys import NOTHING_FIXED, parse_fixed
 from polylane.planner.find_plans import find_plans
 from polylane.planner.search import SearchResult
-from training import batch_of, classify, mlp, sgd
+from tests.support import subsets
+from tests.support.workers.training import batch_of, classify, mlp, sgd
 
 
 class Branches(nn.Module):
@@ -65,7 +65,7 @@ def chosen_of_four(model: str, workers: range | tuple[int, ...]) -> SearchResult
 
 
 @pytest.mark.parametrize(
-    ("workers", "model"), covering.one_in(4, covering.pairs([1, 2, 3, 4], ["deep", "branches"]), first=1, several=True)
+    ("workers", "model"), subsets.one_in(4, subsets.pairs([1, 2, 3, 4], ["deep", "branches"]), first=1, several=True)
 )
 def test_only_plans_of_so_many_workers(workers: int, model: str) -> None:
     answer = chosen_of_four(model, (workers,))
@@ -131,7 +131,7 @@ def test_recomputation_that_is_fixed_is_kept(mode: str) -> None:
 
 @pytest.mark.parametrize(
     ("keys", "model"),
-    covering.one_in(3, covering.pairs(["", "recompute=full", "shard=optimizer"], ["normalized", "deep"]), several=True),
+    subsets.one_in(3, subsets.pairs(["", "recompute=full", "shard=optimizer"], ["normalized", "deep"]), several=True),
 )
 def test_it_is_the_search_of_polylane_plan(keys: str, model: str) -> None:
     """The same training on the same machines has the same plans, whoever asks for them."""

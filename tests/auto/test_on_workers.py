@@ -16,7 +16,6 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
-import covering
 import polylane
 from polylane.auto import choose as auto
 from polylane.auto import on_workers
@@ -26,9 +25,11 @@ from polylane.plan.plan import Plan
 from polylane.plan.plan_file import dump
 from polylane.probe import machine
 from polylane.runtime.stale_weights import allow_own_calls
-from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
-from training import Trained, adamw, assert_same, batch_of, classify, mlp, plainly, sgd
+from tests.support import subsets
+from tests.support.workers.training import Trained, adamw, assert_same, batch_of, classify, mlp, plainly, sgd
 
 BATCHES = [batch_of(8, seed) for seed in (0, 1)]
 
@@ -68,7 +69,7 @@ def trained(model: nn.Module) -> tuple[str, Trained]:
 
 @pytest.mark.parametrize(
     ("build", "workers"),
-    covering.one_in(2, [(lambda: mlp(6, 8, 8, 4), 2), (forked, 3), (normalized, 2)], several=True),
+    subsets.one_in(2, [(lambda: mlp(6, 8, 8, 4), 2), (forked, 3), (normalized, 2)], several=True),
     ids=["mlp", "forked", "norm"],
 )
 def test_one_plan_of_all_workers_and_the_numbers_of_one_device(build: Callable[[], nn.Module], workers: int) -> None:

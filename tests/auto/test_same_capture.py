@@ -14,7 +14,7 @@ from torch import nn
 
 from polylane.auto.same_capture import Described, RecordedProblem, find_difference
 from polylane.compile.objectives import build_objectives
-from training import batch_of, classify, mlp, sgd
+from tests.support.workers.training import batch_of, classify, mlp, sgd
 
 
 class Tempered(nn.Module):

@@ -1,4 +1,4 @@
-"""``PYTHONPATH=tests python -m chaos RECIPE --plan SPEC``: faults at random moments of trainings, see ``make chaos``.
+"""``python -m tests.chaos RECIPE --plan SPEC``: faults at random moments of trainings, see ``make chaos``.
 
 A command beside those of polylane, in whose command line it is entered here, so that errors are sentences as there.
 """
@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from chaos.request import ChaosRequest
 from polylane import cli
 from polylane import cli_options as options
+from tests.chaos.request import ChaosRequest
 
 ChaosPlans = Annotated[list[str], typer.Option("--plan", metavar="SPEC", help="A plan, as of train. Repeatable.")]
 ChaosMinutes = Annotated[float | None, typer.Option("--minutes", metavar="M", min=0, help="Try faults so long.")]
@@ -62,9 +62,9 @@ def chaos(
 
     \b
     Example:
-      PYTHONPATH=tests python -m chaos examples/digits.py --plan data=2 --plan pipeline=2 --seed 7 --minutes 5
+      python -m tests.chaos examples/digits.py --plan data=2 --plan pipeline=2 --seed 7 --minutes 5
     """
-    from chaos import campaign
+    from tests.chaos import campaign
 
     request = ChaosRequest(
         recipe=recipe,

@@ -16,8 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from chaos.control_groups import FREEZER, PIDS, can_hold
-from chaos.faults import (
+from polylane.commands import user_inputs as inputs
+from polylane.commands.printing import console, make_table, print_json, print_line
+from polylane.errors import PolylaneError, format_plural
+from polylane.runtime.workers.stop_request import Stopped
+from tests.chaos.control_groups import FREEZER, PIDS, can_hold
+from tests.chaos.faults import (
     LAUNCHERS,
     MEANINGS,
     OF_OWN_LAUNCHER,
@@ -27,19 +31,14 @@ from chaos.faults import (
     draw_fault,
     draw_pairs,
 )
-from chaos.isolation import end_orphans, isolate_process
-from chaos.two_hosts import TwoHosts
-from polylane.commands import user_inputs as inputs
-from polylane.commands.printing import console, make_table, print_json, print_line
-from polylane.errors import PolylaneError, format_plural
-from polylane.runtime.workers.stop_request import Stopped
+from tests.chaos.isolation import end_orphans, isolate_process
+from tests.chaos.two_hosts import TwoHosts
 
 if TYPE_CHECKING:
-    from chaos.launches import Ending
-    from chaos.request import ChaosRequest
-    from chaos.trials import Bench, FaultTrial, Unbroken
-    from polylane.plan.plan import Plan
-    from polylane.plan.spec import Spec
+    from polylane.plan.plan import AnyPlan
+    from tests.chaos.launches import Ending
+    from tests.chaos.request import ChaosRequest
+    from tests.chaos.trials import Bench, FaultTrial, Unbroken
 
 T = TypeVar("T", bound=str)
 
@@ -75,8 +74,8 @@ def run(request: ChaosRequest) -> bool:
         kinds = [kind for kind in kinds if kind is not FaultKind.LINK]
     else:
         courses += [replace(course, hosts=2) for course in on_torchrun]
-    from chaos.trials import Bench
     from polylane.commands.running import worker  # noqa: F401  what trainings are forked from has imported everything
+    from tests.chaos.trials import Bench
 
     folder = Path(tempfile.mkdtemp(prefix="polylane-chaos-"))
     trials: list[FaultTrial] = []
@@ -113,7 +112,7 @@ def _raise_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, old_handler)
 
 
-def _read_plans(request: ChaosRequest) -> dict[str, Spec | Plan]:
+def _read_plans(request: ChaosRequest) -> dict[str, AnyPlan]:
     """Return the plans by their lines.
 
     Raises:
@@ -176,7 +175,7 @@ def _try_faults(
     bench: Bench,
     kinds: Sequence[FaultKind],
     courses: Sequence[Course],
-    plans: dict[str, Spec | Plan],
+    plans: dict[str, AnyPlan],
     can_mount: bool,
     trials: list[FaultTrial],
 ) -> None:
@@ -194,7 +193,7 @@ def _try_faults(
     Raises:
         PolylaneError: an unbroken training does not end well.
     """
-    from chaos.laws import judge_trial
+    from tests.chaos.laws import judge_trial
 
     faults = request.faults or (len(kinds) if request.minutes is None else None)
     random_, started = random.Random(request.seed), time.monotonic()
@@ -220,7 +219,7 @@ def _try_faults(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _find_ranks(kind: FaultKind, plan: Spec | Plan) -> Sequence[int]:
+def _find_ranks(kind: FaultKind, plan: AnyPlan) -> Sequence[int]:
     """Return the workers at which a fault of a kind can strike: an optimizer raises where one is, on a server if any.
 
     Args:
@@ -234,13 +233,13 @@ def _find_ranks(kind: FaultKind, plan: Spec | Plan) -> Sequence[int]:
     return range(plan.processes)
 
 
-def _train_unbroken(bench: Bench, course: Course, plan: Spec | Plan) -> Unbroken:
+def _train_unbroken(bench: Bench, course: Course, plan: AnyPlan) -> Unbroken:
     """Return the unbroken training of a course.
 
     Raises:
         PolylaneError: it does not end well.
     """
-    from chaos.trials import Unbroken
+    from tests.chaos.trials import Unbroken
 
     outcome = bench.train_unbroken(course, plan.processes)
     if not isinstance(outcome, Unbroken):
@@ -275,7 +274,7 @@ def _print_trial(trial: FaultTrial) -> None:
 
 def describe_trial(trial: FaultTrial) -> dict[str, Any]:
     """Return a trial as plain data for JSON."""
-    from chaos.laws import find_named_at, find_redone, find_seconds
+    from tests.chaos.laws import find_named_at, find_redone, find_seconds
 
     struck, named = trial.struck, find_named_at(trial)
     return {

@@ -1,4 +1,4 @@
-"""A training with a fault in it, as a command line of its own: ``python -m chaos.faulty_train``.
+"""A training with a fault in it, as a command line of its own: ``python -m tests.chaos.faulty_train``.
 
 It is the command line of polylane, whose workers train through :mod:`.injection`. The fault and its log are read from
 the environment.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from chaos.faults import VARIABLE, Fault, FaultLog
+from tests.chaos.faults import VARIABLE, Fault, FaultLog
 
 LOG_VARIABLE = "POLYLANE_FAULT_LOG"
 
@@ -31,8 +31,8 @@ def main(arguments: Sequence[str]) -> None:
 
 def inject() -> None:
     """Let workers of this process train with the fault in it."""
-    from chaos.injection import train_with_fault
     from polylane.commands.running import worker
+    from tests.chaos.injection import train_with_fault
 
     path = os.environ.get(VARIABLE)
     fault = Fault.read(Path(path)) if path else None

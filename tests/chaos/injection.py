@@ -25,10 +25,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from chaos.control_groups import forbid_processes, freeze_process
-from chaos.faults import DAMAGES, DEATHS, LIMITS, LOADS, Fault, FaultKind, FaultLog
-from chaos.isolation import list_children
-from chaos.two_hosts import drop_link
 from polylane.checkpoint.commit import MANIFEST
 from polylane.checkpoint.manifest import read_manifest
 from polylane.checkpoint.store import CheckpointStore
@@ -40,6 +36,10 @@ from polylane.runtime.data.loader import is_mapped
 from polylane.runtime.job import Job
 from polylane.runtime.workers.stop_request import StopRequest
 from polylane.verify.audit.audit_start import AuditStart
+from tests.chaos.control_groups import forbid_processes, freeze_process
+from tests.chaos.faults import DAMAGES, DEATHS, LIMITS, LOADS, Fault, FaultKind, FaultLog
+from tests.chaos.isolation import list_children
+from tests.chaos.two_hosts import drop_link
 
 DELAY_SECONDS = 0.02  # longest time from the beginning of a step to the death of a worker
 DELAY_OPERATORS = 12  # most operators of a pass before the one that raises

@@ -13,12 +13,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos.faults import Course
-from chaos.two_hosts import DATA_LINK, STORE_ADDRESS, TwoHosts
 from polylane.runtime.workers.world import accelerator_type
+from tests.chaos.faults import Course
+from tests.chaos.two_hosts import DATA_LINK, STORE_ADDRESS, TwoHosts
 
 POLL_SECONDS = 0.02
-FAULTY_TRAIN = "chaos.faulty_train"
+FAULTY_TRAIN = "tests.chaos.faulty_train"
 
 Poll = Callable[[], int | None]
 Tend = Callable[[Sequence[tuple[float, str]]], None]
@@ -121,7 +121,7 @@ def _fork(words: Sequence[str], environment: Mapping[str, str], out: Path, error
 
 
 def _become(words: Sequence[str], environment: Mapping[str, str], out: Path, error: Path) -> None:
-    from chaos.faulty_train import main
+    from tests.chaos.faulty_train import main
 
     os.setsid()
     for number, path in ((1, out), (2, error)):
@@ -179,7 +179,7 @@ def _start_python(module: Sequence[str], environment: Mapping[str, str], out: Pa
     Workers that are new processes need it: multiprocessing imports the main module of the process that starts them.
     """
     # A library of torch's that prints for every worker how many threads it gives it, unless this is set.
-    found = os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))  # where chaos is
+    found = os.pathsep.join((str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))  # where tests is
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": found, **environment}
     with out.open("ab") as to, error.open("ab") as to_error:
         process = subprocess.Popen(

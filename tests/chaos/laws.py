@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from chaos.faults import DAMAGES, DEATHS, HANGS, LIMITS, LOADS, RAISES, FaultKind
-from chaos.launches import Ending
-from chaos.trials import REQUEUE_CODE, FaultTrial, Unbroken
+from tests.chaos.faults import DAMAGES, DEATHS, HANGS, LIMITS, LOADS, RAISES, FaultKind
+from tests.chaos.launches import Ending
+from tests.chaos.trials import REQUEUE_CODE, FaultTrial, Unbroken
 
 MOST_SECONDS = 10.0  # from a fault to the sentence that names it, and to the end of a training that ends
 

@@ -9,7 +9,7 @@ from polylane.commands.requests import RecipeRequest
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosRequest(RecipeRequest):
-    """The options of ``python -m chaos``; the seed is that of the faults as well.
+    """The options of ``python -m tests.chaos``; the seed is that of the faults as well.
 
     Attributes:
         plans: lines of plans, or paths of plan files, on which faults are tried.

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chaos.control_groups import release
-from chaos.faults import HANGS, VARIABLE, Course, Fault, FaultKind, FaultLog
-from chaos.faulty_train import LOG_VARIABLE
-from chaos.isolation import SHARED_MEMORY, end_orphans, mount_disk, unmount_disk
-from chaos.launches import Ending, Tend, run_command
-from chaos.two_hosts import TwoHosts
 from polylane.runtime.workers.world import accelerator_type
+from tests.chaos.control_groups import release
+from tests.chaos.faults import HANGS, VARIABLE, Course, Fault, FaultKind, FaultLog
+from tests.chaos.faulty_train import LOG_VARIABLE
+from tests.chaos.isolation import SHARED_MEMORY, end_orphans, mount_disk, unmount_disk
+from tests.chaos.launches import Ending, Tend, run_command
+from tests.chaos.two_hosts import TwoHosts
 
 if TYPE_CHECKING:
-    from chaos.request import ChaosRequest
+    from tests.chaos.request import ChaosRequest
 
 # After which a training has not ended; where it and its restart begin in new processes that open an accelerator.
 LIMIT_SECONDS, NEW_PROCESS_SECONDS = 90.0, 240.0

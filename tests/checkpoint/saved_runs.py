@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiling import compile_training
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
-from training import batch_of, classify
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import batch_of, classify
 
 
 def small_model(hidden: int = 8, dtype: torch.dtype = torch.float64, bias: bool = True) -> nn.Module:

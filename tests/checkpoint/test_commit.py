@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.saved_runs import compile_once, on_workers, train
 from polylane.checkpoint.commit import commit_folder, list_steps
 from polylane.checkpoint.manifest import read_manifest
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
+from tests.checkpoint.saved_runs import compile_once, on_workers, train
 
 STEPS = range(1, 13)
 

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from checkpoint.saved_runs import adam, compile_once, on_workers, train
 from polylane.checkpoint.manifest import SavedTensor
 from polylane.checkpoint.store import open_checkpoint
 from polylane.cli import main
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.broadcast import save_safetensors
+from tests.checkpoint.saved_runs import adam, compile_once, on_workers, train
 
 
 class Filter(nn.Module):

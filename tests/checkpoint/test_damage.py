@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint.saved_runs import (
+from polylane.checkpoint.commit import MANIFEST
+from polylane.checkpoint.store import CheckpointStore, open_checkpoint
+from polylane.errors import PolylaneError
+from polylane.runtime.job import Job
+from polylane.runtime.state.plain_values import numpy_state
+from tests.checkpoint.saved_runs import (
     adam,
     compile_once,
     decaying,
@@ -24,11 +29,6 @@ from checkpoint.saved_runs import (
     save_steps,
     small_model,
 )
-from polylane.checkpoint.commit import MANIFEST
-from polylane.checkpoint.store import CheckpointStore, open_checkpoint
-from polylane.errors import PolylaneError
-from polylane.runtime.job import Job
-from polylane.runtime.state.plain_values import numpy_state
 
 PLAN = "data=2,shard=optimizer"
 SHARD = "rank-00001.safetensors"

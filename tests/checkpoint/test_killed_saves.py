@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint.saved_runs import compile_once, on_workers, save_steps, train
 from polylane.checkpoint import commit
 from polylane.checkpoint.manifest import Manifest, read_manifest
 from polylane.checkpoint.read_tensors import CheckpointReader
@@ -31,6 +30,7 @@ from polylane.runtime.job import Job
 from polylane.runtime.progress.processes import read_state
 from polylane.runtime.state.held_tensors import WorkerState, whole_region
 from polylane.runtime.workers.failure import WorkerFailed
+from tests.checkpoint.saved_runs import compile_once, on_workers, save_steps, train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills by /proc")
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from checkpoint.saved_runs import compile_once, example_of, on_workers, train
 from polylane.checkpoint.read_tensors import read_weights
 from polylane.checkpoint.store import open_checkpoint
 from polylane.runtime.job import Job
+from tests.checkpoint.saved_runs import compile_once, example_of, on_workers, train
 
 PLANS = ["pipeline=2", "pipeline=2,schedule=interleaved", "tensor=2"]
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from checkpoint.saved_runs import compile_once, on_workers, save_steps
-from fuzzing.checkpoints import mutate_manifest
 from polylane.checkpoint.commit import MANIFEST
 from polylane.checkpoint.manifest import format_manifest, read_manifest
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
+from tests.checkpoint.saved_runs import compile_once, on_workers, save_steps
+from tests.fuzzing.checkpoints import mutate_manifest
 
 SECONDS, MEGABYTES = 2.0, 300.0
 

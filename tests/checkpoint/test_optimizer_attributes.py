@@ -11,7 +11,7 @@ import torch
 
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
-from training import assert_state, batch_of, mlp, plainly, workers
+from tests.support.workers.training import assert_state, batch_of, mlp, plainly, workers
 
 BATCHES = [batch_of(8, seed) for seed in range(5)]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from checkpoint.saved_runs import compile_once, on_workers, train
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
+from tests.checkpoint.saved_runs import compile_once, on_workers, train
 
 
 class Fade(nn.Module):

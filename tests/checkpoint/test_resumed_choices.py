@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-import commands_run
-from checkpoint.saved_runs import compile_once, example_of, momentum, on_workers, save_steps
-from compiling import compile_training
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.resumed_choices import describe_choices, note_changed_choices
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
-from training import classify
+from tests.checkpoint.saved_runs import compile_once, example_of, momentum, on_workers, save_steps
+from tests.support.workers import forked_commands
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import classify
 
 RECIPE = """
 import torch
@@ -49,7 +49,7 @@ def train(folder: Path, line: str) -> str:
     """What a run prints, which ends well."""
     words = ["train", "choices.py", "--batch", "8", *line.split()]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    done = commands_run.run([sys.executable, "-m", "polylane", *words], cwd=folder, env=environment)
+    done = forked_commands.run([sys.executable, "-m", "polylane", *words], cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

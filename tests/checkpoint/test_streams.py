@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from checkpoint.saved_runs import compile_once, on_workers
 from polylane.runtime.job import Job
+from tests.checkpoint.saved_runs import compile_once, on_workers
 
 
 class Plain(IterableDataset[Any]):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import commands_run
+from tests.support.workers import forked_commands
 
 RECIPE = """
 import torch
@@ -76,7 +76,7 @@ def train(folder: Path, name: str, line: str) -> list[dict[str, object]]:
         "off",
     ]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    done: subprocess.CompletedProcess[str] = commands_run.run(
+    done: subprocess.CompletedProcess[str] = forked_commands.run(
         [sys.executable, "-m", "polylane", *words], cwd=folder, env=environment
     )
     assert done.returncode == 0, done.stderr

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from checkpoint.saved_runs import compile_once, on_workers, train
 from polylane.checkpoint.store import CheckpointStore, open_checkpoint
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.snapshot import SnapshotWriter
 from polylane.runtime.job import Job
+from tests.checkpoint.saved_runs import compile_once, on_workers, train
 
 PLAN = "data=2,shard=optimizer"
 

@@ -20,18 +20,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import processes
-from chaos import campaign
-from chaos.control_groups import FREEZER, PIDS, can_hold
-from chaos.faults import Course, Fault, FaultKind, FaultLog, draw_fault, draw_pairs
-from chaos.launches import Ending
-from chaos.laws import judge_trial
-from chaos.trials import FaultTrial, LinkKeeper, Unbroken
-from chaos.two_hosts import TwoHosts
-from commands_run import run, start
 from polylane.plan.spec import Spec, parse
+from tests.chaos import campaign
+from tests.chaos.control_groups import FREEZER, PIDS, can_hold
+from tests.chaos.faults import Course, Fault, FaultKind, FaultLog, draw_fault, draw_pairs
+from tests.chaos.launches import Ending
+from tests.chaos.laws import judge_trial
+from tests.chaos.trials import FaultTrial, LinkKeeper, Unbroken
+from tests.chaos.two_hosts import TwoHosts
+from tests.support.workers import child_processes
+from tests.support.workers.forked_commands import run, start
 
-RECIPE = Path(__file__).parents[1] / "small_network.py"
+RECIPE = Path(__file__).parents[1] / "support/recipes/small_network.py"
 SHORT = ["--steps", "18", "--save-every", "3", "--batch", "16", "--hang-after", "0.6"]
 ENDINGS = (  # of the system, the terminal and the disk that is printed to
     *(FaultKind.FROZEN, FaultKind.HANGUP, FaultKind.STDOUT),
@@ -43,7 +43,7 @@ COURSE = Course("data=2", "shared_memory", "own")
 
 
 def chaos(*words: str, seconds: float = 120) -> dict[str, object]:
-    ended = run([sys.executable, "-m", "chaos", str(RECIPE), "--json", *SHORT, *words], seconds)
+    ended = run([sys.executable, "-m", "tests.chaos", str(RECIPE), "--json", *SHORT, *words], seconds)
     assert ended.stdout, ended.stderr
     told: dict[str, object] = json.loads(ended.stdout)
     assert (ended.returncode == 0) == (told["broken"] == 0)
@@ -93,7 +93,7 @@ def test_a_signal_ends_what_was_started(number: signal.Signals, code: int, tmp_p
     """The table of the faults so far is printed, and no file and no process is left."""
     words = [str(RECIPE), *SHORT, "--plan", "data=2", "--launcher", "torchrun", "--only", "kill"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    process = start([sys.executable, "-m", "chaos", *words, "--faults", "9"], env=environment)
+    process = start([sys.executable, "-m", "tests.chaos", *words, "--faults", "9"], env=environment)
     try:
         assert process.stdout is not None and "kill, rank" in process.stdout.readline()
         while len(started := list_descendants(process.pid)) < 3:  # torchrun's agent and two workers
@@ -111,7 +111,7 @@ def test_a_signal_ends_what_was_started(number: signal.Signals, code: int, tmp_p
 def list_descendants(pid: int) -> set[int]:
     """Process ids of all children of a process, and of theirs."""
     with suppress(OSError):
-        found = processes.children(pid)
+        found = child_processes.children(pid)
         return found.union(*map(list_descendants, found))
     return set()
 
@@ -160,7 +160,7 @@ def test_an_optimizer_raises_where_one_is(plan: str, ranks: list[int]) -> None:
     ],
 )
 def test_wrong_options_are_one_sentence(words: list[str], sentence: str) -> None:
-    ended = run([sys.executable, "-m", "chaos", str(RECIPE), *SHORT, *words])
+    ended = run([sys.executable, "-m", "tests.chaos", str(RECIPE), *SHORT, *words])
     assert ended.returncode == 2 and ended.stderr.startswith(f"polylane: {sentence}")
 
 

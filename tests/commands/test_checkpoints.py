@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import commands_run
+from tests.support.workers import forked_commands
 
 RECIPE = """
 import time
@@ -69,7 +69,7 @@ def unbroken(folder: Path) -> list[dict[str, object]]:
 def start(folder: Path, name: str, line: str = "") -> subprocess.Popen[str]:
     words = ["train", "points.py", "--batch", "8", "--plan", "data=2", "--epochs", "3", "--run", f"run/{name}"]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    return commands_run.start([sys.executable, "-m", "polylane", *words, *line.split()], cwd=folder, env=environment)
+    return forked_commands.start([sys.executable, "-m", "polylane", *words, *line.split()], cwd=folder, env=environment)
 
 
 def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-import commands_run
-import processes
+from tests.support.workers import child_processes, forked_commands
 
 RECIPE = """
 import multiprocessing, os, sys, time
@@ -77,7 +76,7 @@ def start(folder: Path, line: str, torchrun: tuple[str, ...] | None = None, **op
     program = ("-m", "polylane") if torchrun is None else (*TORCHRUN, *torchrun, "-m", "--", "polylane")
     words = ["train", "points.py", "--batch", "8", "--plan", "data=2", "--run", "run/x", *line.split()]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return commands_run.start([sys.executable, *program, *words], cwd=folder, env=environment, **options)
+    return forked_commands.start([sys.executable, *program, *words], cwd=folder, env=environment, **options)
 
 
 def steps(folder: Path) -> list[int]:
@@ -103,7 +102,7 @@ def training(folder: Path, request: pytest.FixtureRequest) -> Iterator[subproces
 
 def workers_of(agent: int) -> list[int]:
     """The workers of torchrun's agent, in the order of their start."""
-    return sorted(processes.children(agent))
+    return sorted(child_processes.children(agent))
 
 
 TOLD = {
@@ -152,7 +151,7 @@ def test_a_command_whose_output_is_its_result_says_that_it_is_lost(stdout: str, 
     words = ["lanes", "1f1b", "--stages", "4", "--microbatches", "8"]
     with open("/dev/full", "w") as file:
         options = {"stdout": file} if stdout == "full" else {}
-        process = commands_run.start([sys.executable, "-m", "polylane", *words], **options)
+        process = forked_commands.start([sys.executable, "-m", "polylane", *words], **options)
         if stdout == "head" and process.stdout is not None:
             process.stdout.close()
             process.stdout = None

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import commands_run
-from checkpoint.saved_runs import compile_once, on_workers, save_steps, small_model, train
 from polylane.cli import main
 from polylane.runtime.job import Job
+from tests.checkpoint.saved_runs import compile_once, on_workers, save_steps, small_model, train
+from tests.support.workers import forked_commands
 
 LONG = "a" * 300  # no file can have this name: as of a folder without permission, nobody may say what is there
 
@@ -106,7 +106,7 @@ def test_weights_do_not_take_the_place_of_what_is_printed(name: str, run_folder:
     (tmp_path / "link").symlink_to("/dev/stdout")
     words = ["export", str(run_folder), name, "--force"]
     with (tmp_path / "out").open("w") as out:
-        done = commands_run.start([sys.executable, "-m", "polylane", *words], stdout=out, cwd=tmp_path)
+        done = forked_commands.start([sys.executable, "-m", "polylane", *words], stdout=out, cwd=tmp_path)
         _, err = done.communicate(timeout=60)
     assert (done.returncode, err) == (
         2,

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-import commands_run
-import covering
 from polylane.cli import app
 from polylane.commands import planning
 from polylane.commands.requests import WorkersRequest
@@ -25,6 +23,8 @@ from polylane.plan.plan_file import load
 from polylane.probe import machine
 from polylane.recipe import Recipe
 from polylane.schedule.schedules import ASYNCHRONOUS
+from tests.support import subsets
+from tests.support.workers import forked_commands
 
 RECIPE = """
 import torch
@@ -245,9 +245,9 @@ def test_plan_ranks_explains_and_writes(recipe: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "dtype"),
-    covering.one_in(
+    subsets.one_in(
         3,
-        covering.pairs(
+        subsets.pairs(
             ["shard none", "shard optimizer", "shard gradients", "shard parameters", "every 8", "plan every=8,data=4"],
             ["float32", "bfloat16"],
         ),
@@ -275,7 +275,7 @@ def test_the_plan_that_is_written_is_the_one_that_was_priced(recipe: Path, optio
 
 
 @pytest.mark.parametrize(
-    "option", covering.one_in(2, ["--plan pipeline=4,microbatches=8", "--plan pipeline=4 --chunks 2"])
+    "option", subsets.one_in(2, ["--plan pipeline=4,microbatches=8", "--plan pipeline=4 --chunks 2"])
 )
 def test_the_schedule_that_is_chosen_is_written_and_simulated_alike(recipe: Path, option: str) -> None:
     cluster = ["--cluster", "4:a100-80g", "--batch", "65536", "--set", "width=1024", "--set", "depth=16", "--json"]
@@ -342,7 +342,7 @@ def test_train_plan_auto_under_torchrun(recipe: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--"]
     command = [*torchrun, "polylane", *line.split(), "--plan", "auto", "--run", "run/together"]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    done = commands_run.run(command, env=environment)
+    done = forked_commands.run(command, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout)
     assert result["workers"] == 2 and done.stderr.count(f"plan auto: {result['plan']} (") == 1

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from measured import quick
 from polylane.cluster.cluster_file import load
 from polylane.cluster.spec import parse
 from polylane.commands import planning, probe
@@ -20,6 +19,7 @@ from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
 from polylane.probe.machine import local_cluster
 from polylane.probe.profiles import load_profile
+from tests.support.known_measurements import quick
 
 torch.set_num_threads(1)
 

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
+from polylane import cli, cli_planning, cli_running
 from polylane.commands.learning_rates import LearningRateOptions
-from polylane.commands.requests import PlanRequest, RecipeRequest, SimulateRequest, TrainRequest, VerifyRequest
+from polylane.commands.requests import (
+    ExportRequest,
+    InspectRequest,
+    LanesRequest,
+    PlanRequest,
+    RecipeRequest,
+    SimulateRequest,
+    TrainRequest,
+    VerifyRequest,
+    WhyRequest,
+    build_request,
+)
 from polylane.commands.user_inputs import choose_plan
 from polylane.errors import PolylaneError
 from polylane.plan.spec import parse
@@ -32,6 +46,30 @@ TRAIN = TrainRequest(recipe="digits.py", batch=64, settings=("width=8",), rates=
 )
 def test_a_request_travels(request_: RecipeRequest) -> None:
     assert pickle.loads(pickle.dumps(request_)) == request_
+
+
+@pytest.mark.parametrize(
+    ("command", "request_class"),
+    [
+        (cli.verify, VerifyRequest),
+        (cli.inspect, InspectRequest),
+        (cli.lanes, LanesRequest),
+        (cli_planning.simulate, SimulateRequest),
+        (cli_planning.plan, PlanRequest),
+        (cli_running.export, ExportRequest),
+        (cli_running.why, WhyRequest),
+    ],
+)
+def test_every_option_is_an_attribute_of_its_request(command: Callable[..., None], request_class: type) -> None:
+    options = inspect.signature(command).parameters
+    assert options.keys() <= {attribute.name for attribute in fields(request_class)}
+
+
+def test_options_that_were_not_given_are_the_requests() -> None:
+    options = {"recipe": "digits.py", "batch": 8, "settings": None, "cluster": "2:cpu", "plan": "data=2"}
+    request_ = build_request(SimulateRequest, {**options, "slow": ["0=0.5", "1=2"], "dtype": None, "overlap": False})
+    assert request_.settings == () and request_.slow == ("0=0.5", "1=2")
+    assert request_.dtype is None and request_.overlap is False and request_.batch == 8
 
 
 def test_requests_are_made_without_torch() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-import commands_run
+from tests.support.workers import forked_commands
 
 RECIPE = """
 import os, sys, time
@@ -62,7 +62,7 @@ def folder(tmp_path: Path) -> Path:
 def start(folder: Path, line: str) -> subprocess.Popen[str]:
     words = ["train", "points.py", "--batch", "8", "--plan", "data=2", "--epochs", "2", *line.split()]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    return commands_run.start([sys.executable, "-m", "polylane", *words], cwd=folder, env=environment)
+    return forked_commands.start([sys.executable, "-m", "polylane", *words], cwd=folder, env=environment)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[str, str, int]:
@@ -111,12 +111,12 @@ def test_an_empty_checkpoint_is_said_to_be_none(folder: Path, line: str) -> None
 
 def test_why_names_the_folder_once(folder: Path) -> None:
     command = [sys.executable, "-m", "polylane", "why", "nothing"]
-    done = commands_run.run(command, cwd=folder)
+    done = forked_commands.run(command, cwd=folder)
     assert (done.returncode, done.stderr) == (2, "polylane: nothing is no folder\n")
     (folder / "loop").symlink_to("loop")  # which nobody can read, as a folder without the permission
-    done = commands_run.run([*command[:-1], "loop"], cwd=folder)
+    done = forked_commands.run([*command[:-1], "loop"], cwd=folder)
     assert (done.returncode, done.stderr) == (2, "polylane: loop cannot be read: Too many levels of symbolic links\n")
     (folder / "points.d").mkdir()
     (folder / "points.d" / "why.json").write_text("{")
-    done = commands_run.run([*command[:-1], "points.d"], cwd=folder)
+    done = forked_commands.run([*command[:-1], "points.d"], cwd=folder)
     assert re.fullmatch(r"polylane: points.d/why.json cannot be read: .*\n", done.stderr)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from checkpoint.saved_runs import save_steps
 from polylane.commands.learning_rates import LearningRateOptions
 from polylane.commands.requests import SavingOptions, TrainRequest, TroubleOptions
-from polylane.commands.running.restarts import train_with_restarts
+from polylane.commands.running.launch import train_with_restarts
 from polylane.errors import WorkerFailed, WorkerHung
 from polylane.runtime.workers.stop_request import StopRequest
+from tests.checkpoint.saved_runs import save_steps
 
 KILLED = WorkerFailed(1, "SIGKILL", "it was killed by SIGKILL")
 RAISED = WorkerFailed(1, "ValueError", "no", "Traceback ...")
@@ -51,7 +51,7 @@ def train(folder: Path, starter: Failing, on_hang: Any = "stop", restarts: int =
     if stopped:
         stop.set(stopped)
     request = replace(request, checkpoints=folder)
-    assert train_with_restarts(request, starter, stop, lambda: None, said.append) == "trained"
+    assert train_with_restarts(request, starter.run, starter.take_fewer, stop, lambda: None, said.append) == "trained"
     return said
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.saved_runs import save_steps, small_model
 from polylane.commands import train as command
 from polylane.commands.learning_rates import LearningRateOptions
 from polylane.commands.requests import SavingOptions, TrainRequest, TroubleOptions
@@ -22,6 +21,7 @@ from polylane.commands.running.resume import (
 )
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.save import Position
+from tests.checkpoint.saved_runs import save_steps, small_model
 
 REQUEST = TrainRequest(recipe="any.py", batch=8, rates=LearningRateOptions(8))
 
@@ -128,5 +128,6 @@ def test_a_grace_that_no_timer_takes_is_refused(grace: float) -> None:
 
 def test_an_exit_code_is_not_asked_of_torchruns_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(PolylaneError, match=r"--requeue-code is not for torchrun: the exit code is torchrun's own"):
         command.run(replace(REQUEST, trouble=TroubleOptions(requeue_code=75)))

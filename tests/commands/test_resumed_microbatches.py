@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import commands_run
-from checkpoint.saved_runs import example_of, momentum, small_model
-from compiling import compile_training
 from polylane.commands.running.resumed_microbatches import keep_microbatches, note_other_microbatches
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
-from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec, parse
+from polylane.plan.plan import AnyPlan
+from polylane.plan.spec import parse
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
-from training import classify
+from tests.checkpoint.saved_runs import example_of, momentum, small_model
+from tests.support.workers import forked_commands
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import classify
 
 RECIPE = """
 import torch
@@ -50,7 +50,7 @@ def optimizer(parameters):
 def run(folder: Path, name: str, line: str) -> subprocess.CompletedProcess[str]:
     words = ["train", "norms.py", "--batch", "16", "--epochs", "2", "--run", name, *line.split()]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    done = commands_run.run([sys.executable, "-m", "polylane", *words], cwd=folder, env=environment)
+    done = forked_commands.run([sys.executable, "-m", "polylane", *words], cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -85,7 +85,7 @@ def test_another_plan_goes_on_with_the_numbers_of_one_device(tmp_path: Path) -> 
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-13)
 
 
-def compiled(asked: Spec | Plan, model: nn.Module) -> CompiledTraining:
+def compiled(asked: AnyPlan, model: nn.Module) -> CompiledTraining:
     return compile_training(model, build_objectives(classify, momentum, None), example_of(model), asked)
 
 

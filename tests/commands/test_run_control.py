@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from polylane.commands.running.run_control import (
+from polylane.commands.running.step_log import StepLog
+from polylane.errors import PolylaneError
+from polylane.runtime.checkpoint.run_control import (
     DEVICE_FAILS_SECONDS,
     FIRST_SECONDS,
     LONGEST_SECONDS,
@@ -20,8 +22,6 @@ from polylane.commands.running.run_control import (
     SaveInterval,
     parse_interval,
 )
-from polylane.commands.running.step_log import StepLog
-from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.save import Position
 from polylane.runtime.progress_page import UNWATCHED
 

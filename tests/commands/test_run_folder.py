@@ -20,12 +20,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import commands_run
 from polylane.commands.running.run_folder import MODEL, NAMES, UNFINISHED, WHY, RunFolder
 from polylane.errors import NotFinite, PolylaneError
 from polylane.observe.timeline import Timeline
 from polylane.runtime.parameters import broadcast as weights
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
+from tests.support.workers import forked_commands
 
 RECIPE = '''
 """Learn a logarithm; from some step on its argument is negative."""
@@ -76,7 +76,7 @@ def folder(tmp_path: Path) -> Path:
 
 def start(folder: Path, line: str, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "polylane", "train", "logs.py", "--batch", "4", *line.split()]
-    return commands_run.start(command, cwd=folder, preexec_fn=before)
+    return forked_commands.start(command, cwd=folder, preexec_fn=before)
 
 
 def train(folder: Path, line: str, code: int = 0, before: Callable[[], None] | None = None) -> tuple[str, str]:

@@ -10,8 +10,8 @@ from contextlib import closing
 
 import pytest
 
-from chaos.two_hosts import NAMES, STORE_ADDRESS, TwoHosts, drop_link, read_link
 from polylane.runtime.transport.shared_memory.rendezvous import host_identity
+from tests.chaos.two_hosts import NAMES, STORE_ADDRESS, TwoHosts, drop_link, read_link
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.sharding import layout
-from training import adamw, batch_of, classify, mlp
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import adamw, batch_of, classify, mlp
 
 SIZES = (8, 7, 5, 2)
 

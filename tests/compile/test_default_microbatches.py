@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from trainings import Calls
 
 import polylane
-from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
-from training import batch_of, classify, mlp, sgd
+from tests.equivalence.trainings.python_state import Calls
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import batch_of, classify, mlp, sgd
 
 Loss = Callable[[nn.Module, Any], Tensor]
 EXAMPLE = batch_of(16)

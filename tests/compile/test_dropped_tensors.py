@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import covering
-import jobs
 from polylane.cluster.spec import parse
 from polylane.compile.compiled_training import compile_training
 from polylane.compile.dropped_tensors import find_dropped_tensors
@@ -17,11 +15,12 @@ from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.plan_cost import PlanCost
 from polylane.plan.recompute import budget_bytes
 from polylane.planner.problem import build_cost_model, fit_plan, fit_to_meshes
+from tests.support import planning_graphs, subsets
 
 
 def blocks() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(jobs.Block(16) for _ in range(4)))
+    return nn.Sequential(*(planning_graphs.Block(16) for _ in range(4)))
 
 
 def normalized() -> nn.Module:
@@ -36,12 +35,12 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def problem(model: nn.Module, samples: int) -> TrainingProblem:
     batch = torch.zeros(samples, 16), torch.zeros(samples, 16)
-    return TrainingProblem(model, build_objectives(loss, jobs.adam, None), batch)
+    return TrainingProblem(model, build_objectives(loss, planning_graphs.adam, None), batch)
 
 
 @pytest.mark.parametrize(
     ("model", "plan"),
-    covering.one_in(
+    subsets.one_in(
         2,
         [
             (blocks, "pipeline=2,microbatches=8,recompute=budget:1KB"),  # one sample in a microbatch

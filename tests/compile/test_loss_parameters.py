@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from polylane.compile.loss_parameters import LossWithParameters, adopt_loss_parameters
 from polylane.compile.objectives import Objective, find_held_names, named_parameters
 from polylane.errors import PolylaneError
-from training import mlp
+from tests.support.workers.training import mlp
 
 CENTERS = nn.Parameter(torch.ones(4))
 CRITERION = nn.Linear(4, 1)

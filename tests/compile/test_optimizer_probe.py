@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compiling import compile_training
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.compile.optimizer_parts import find_unshardable
 from polylane.compile.optimizer_probe import LOOKS, UntriedOptimizer, find_whole_parameters
 from polylane.compile.optimizer_trials import draw_true_trials
+from tests.support.workers.compiling import compile_training
 
 Pairs = Sequence[tuple[str, nn.Parameter]]
 

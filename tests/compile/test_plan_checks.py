@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from compiling import compile_training
 from polylane.compile.objectives import build_objectives, needs_metric
 from polylane.compile.optimizer_parts import explain_coupling, split_by_bits
 from polylane.compile.plan_checks import refuse_kept_gradients
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
-from training import OverAll, assert_same, batch_of, classify, mlp, plainly, sgd, trained
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import OverAll, assert_same, batch_of, classify, mlp, plainly, sgd, trained
 
 EXAMPLE = batch_of(8)
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.graph.capture.assign_keys import draws_by_sample
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
 from polylane.samples.leaf_effects import collect_effects
-from training import sgd
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import sgd
 
 
 class Counts(nn.Module):

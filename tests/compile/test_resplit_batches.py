@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import models
-from compiling import compile_training
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
 from polylane.plan.plan import Plan
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.samples.batch_layout import BatchLayout
-from training import batch_of, classify, mlp, sgd
+from tests.support import models
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import batch_of, classify, mlp, sgd
 
 
 class Sorting(nn.Module):

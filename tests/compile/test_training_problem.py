@@ -10,7 +10,7 @@ from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
-from training import batch_of, classify, mlp, sgd
+from tests.support.workers.training import batch_of, classify, mlp, sgd
 
 
 def problem(samples: int = 8, batch_size: int | None = None, optimizer: object = sgd) -> TrainingProblem:

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compiling import compile_training
 from polylane.compile.objectives import Objective, build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.compile.user_objects import OptimizerObject, take_loss
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
-from training import assert_same, batch_of, classify, mlp, plainly, trained
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import assert_same, batch_of, classify, mlp, plainly, trained
 
 BATCHES = [batch_of(samples, seed) for seed, samples in enumerate((8, 7, 5))]
 PLANS = [

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-import jobs
 from polylane.cost.cost_table import OperatorWork, ShardedGraphCost, busiest_local_shape
 from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.placement.operator_view import view_operators
 from polylane.placement.placement import Shard, even_cuts
 from polylane.sharding.cost_model import CostSetting, list_redistributions
 from polylane.sharding.layout import choose_layout
+from tests.support import planning_graphs
 
 
 @dataclass
@@ -38,7 +38,7 @@ def one(collective: str, size: float) -> float:
 
 @pytest.mark.parametrize("samples", [1, 2, 8])
 def test_a_whole_graph_takes_what_its_nodes_take(samples: int) -> None:
-    graph = jobs.blocks(3, 16)
+    graph = planning_graphs.blocks(3, 16)
     table = ShardedGraphCost(graph, {}, 2).table(samples, Counting(), {})
     steps = view_operators(graph, samples, 1).operators
     given = sum(math.prod(value.shape) for step in steps for value in step.call.outputs)
@@ -53,13 +53,13 @@ def test_a_whole_graph_takes_what_its_nodes_take(samples: int) -> None:
 
 def test_nodes_that_are_alike_are_timed_once() -> None:
     few, many = Counting(), Counting()
-    ShardedGraphCost(jobs.blocks(3, 16), {}, 2).table(2, few, {})
-    ShardedGraphCost(jobs.blocks(6, 16), {}, 2).table(2, many, {})
+    ShardedGraphCost(planning_graphs.blocks(3, 16), {}, 2).table(2, few, {})
+    ShardedGraphCost(planning_graphs.blocks(6, 16), {}, 2).table(2, many, {})
     assert len(few.seen) == len(many.seen)
 
 
 def test_a_split_graph_moves_what_its_placements_say() -> None:
-    graph = jobs.blocks(2, 16)
+    graph = planning_graphs.blocks(2, 16)
     splits = choose_layout(graph, {"tensor": 4}, 2).splits
     sheet, counting = ShardedGraphCost(graph, splits, 2), Counting()
     table = sheet.table(2, counting, {"tensor": one})
@@ -81,7 +81,7 @@ def test_what_a_rank_has_of_a_shape() -> None:
 
 
 def test_replicas_share_the_statistics_of_a_batch() -> None:
-    graph = jobs.example("digits")
+    graph = planning_graphs.example("digits")
     apart, together = (ShardedGraphCost(graph, {}, 2).table(2, Counting(), each) for each in ({}, {"data": one}))
     norms = [step for step in view_operators(graph, 2, 1).operators if step.call.base == "batch_norm"]
     assert norms and not np.any(apart.waits)

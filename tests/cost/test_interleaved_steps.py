@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from benchmarks.closed_form import pipelined
 
-import jobs
-from playing import interleaved_live_bound
+from benchmarks.closed_form import pipelined
 from polylane.cluster.cluster_file import from_mapping
 from polylane.cluster.spec import parse
 from polylane.cost.cost_table import OperatorWork
@@ -26,6 +24,8 @@ from polylane.program.lower import lower
 from polylane.schedule.action import ActionKind
 from polylane.schedule.interleaved import interleaved
 from polylane.schedule.stage_graph import StageGraph
+from tests.support import planning_graphs
+from tests.support.simulated_tasks import interleaved_live_bound
 
 FREE = {"hosts": [{"devices": 8, "device": "a100-80g", "link": {"bandwidth": 1e24, "latency": 0.0}}]}
 TURN = parse("1:a100-80g").device(0).turn
@@ -44,14 +44,14 @@ class OnlyLinears:
 def predicted(
     plan: str, chunks: int, basis: CostModel | None = None, batch: int = 64, every: bool = False, **how: object
 ) -> Prediction:
-    found = basis or jobs.basis(jobs.blocks(8, 256), "8:a100-80g", TrainingOptions(**how))  # type: ignore[arg-type]
+    found = basis or planning_graphs.basis(planning_graphs.blocks(8, 256), "8:a100-80g", TrainingOptions(**how))  # type: ignore[arg-type]
     return predict(found, *setup.fit_plan(found, spec_of(plan).with_chunks(chunks), batch), batch, every=every)
 
 
 @pytest.mark.parametrize("stages, chunks", [(2, 2), (2, 4), (4, 2)])
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 def test_equal_stages_take_what_the_formula_says(stages: int, chunks: int, rounds: int) -> None:
-    basis = jobs.basis(jobs.blocks(8, 256), "1:a100-80g")
+    basis = planning_graphs.basis(planning_graphs.blocks(8, 256), "1:a100-80g")
     basis = replace(basis, cluster=from_mapping(FREE), make_clock=lambda device: OnlyLinears(), host_overhead=0.25)
     microbatches = rounds * stages
     found = predicted(f"pipeline={stages},microbatches={microbatches}", chunks, basis)
@@ -67,7 +67,7 @@ def test_equal_stages_take_what_the_formula_says(stages: int, chunks: int, round
 @pytest.mark.parametrize("chunks", [2, 3])
 @pytest.mark.parametrize("microbatches", [3, 8, 10])
 def test_a_step_takes_what_its_schedule_takes_and_its_messages(chunks: int, microbatches: int) -> None:
-    basis = jobs.basis(jobs.blocks(16, 256), "4:a100-80g")
+    basis = planning_graphs.basis(planning_graphs.blocks(16, 256), "4:a100-80g")
     spec = spec_of(f"pipeline=4,microbatches={microbatches},chunks={chunks}")
     partition, plan = setup.fit_plan(basis, spec, 64)
     found = predict(basis, partition, plan, 64)
@@ -86,8 +86,8 @@ def test_a_step_takes_what_its_schedule_takes_and_its_messages(chunks: int, micr
 
 
 def test_the_bubble_shrinks_and_more_is_sent() -> None:
-    graph = jobs.blocks(16, 1024)
-    basis = jobs.basis(graph, "4:a100-80g")
+    graph = planning_graphs.blocks(16, 1024)
+    basis = planning_graphs.basis(graph, "4:a100-80g")
     plan = "pipeline=4,microbatches=8"
     whole = predict(basis, *setup.fit_plan(basis, spec_of(plan), 8192), 8192)
     halves = predicted(plan, 2, basis, 8192)
@@ -98,7 +98,7 @@ def test_the_bubble_shrinks_and_more_is_sent() -> None:
 
 
 def test_one_chunk_is_a_plan_as_it_was() -> None:
-    basis = jobs.basis(jobs.blocks(8, 256), "4:a100-80g")
+    basis = planning_graphs.basis(planning_graphs.blocks(8, 256), "4:a100-80g")
     for plan in ("pipeline=4,microbatches=8", "data=4"):
         assert setup.fit_plan(basis, spec_of(f"{plan},chunks=1"), 64) == setup.fit_plan(basis, spec_of(plan), 64)
 
@@ -114,7 +114,7 @@ def test_one_worker_stands_for_all_that_are_like_it(plan: str) -> None:
 def test_gradients_are_summed_once_for_all_stages_of_a_worker() -> None:
     found = predicted("data=2,pipeline=2,microbatches=4", 4)
     summed = sum(s.bytes for s in found.timeline.spans if s.action.kind is ActionKind.REDUCE and s.rank == 0)
-    parameters = sum(p.bytes for p in jobs.blocks(8, 256).parameters.values())
+    parameters = sum(p.bytes for p in planning_graphs.blocks(8, 256).parameters.values())
     assert summed == pytest.approx(parameters / 2, rel=0.01)  # half of the blocks; of two replicas each sends it once
     steps = [s for s in found.timeline.spans if s.action.kind is ActionKind.STEP]
     assert len(steps) == found.timeline.ranks == 2
@@ -130,7 +130,7 @@ def test_sums_begin_when_the_stage_that_has_them_is_through() -> None:
 
 
 def test_what_stays_on_a_worker_does_not_travel() -> None:
-    basis = jobs.basis(jobs.example("unet"), "2:a100-80g")
+    basis = planning_graphs.basis(planning_graphs.example("unet"), "2:a100-80g")
     partition, plan = setup.fit_plan(basis, spec_of("pipeline=2,microbatches=2,chunks=2"), 8)
     programs = lower(partition, plan)
     skips = [c for c in partition.crossings if any((s - c.producer) % 2 == 0 for s in c.consumers)]
@@ -166,7 +166,7 @@ def test_as_many_passes_are_held_as_the_bound_says(ranks: int, chunks: int, micr
 
 
 def test_a_worker_holds_all_its_chunks() -> None:
-    basis = jobs.basis(jobs.blocks(16, 256), "4:a100-80g")
+    basis = planning_graphs.basis(planning_graphs.blocks(16, 256), "4:a100-80g")
     whole = predict(basis, *setup.fit_plan(basis, spec_of("pipeline=4,microbatches=8"), 4096), 4096)
     halves = predicted("pipeline=4,microbatches=8", 2, basis, 4096)
     for name in ("parameters", "optimizer"):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import jobs
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.cluster_file import from_mapping
 from polylane.cluster.spec import parse
@@ -24,6 +23,7 @@ from polylane.planner import problem as setup
 from polylane.planner.problem import fit_plan
 from polylane.schedule.action import ActionKind
 from polylane.yaml_file import parse as mapping
+from tests.support import planning_graphs
 
 SITES = """
 hosts:
@@ -43,7 +43,7 @@ def predicted(
     chunks: int = 1,
     **how: object,
 ) -> Prediction:
-    found = jobs.basis(jobs.blocks(8, 256), "8:a100-80g", TrainingOptions(**how))  # type: ignore[arg-type]
+    found = planning_graphs.basis(planning_graphs.blocks(8, 256), "8:a100-80g", TrainingOptions(**how))  # type: ignore[arg-type]
     found = replace(found, cluster=parse(cluster) if isinstance(cluster, str) else cluster)
     spec = spec_of(f"{plan},every={period}").with_chunks(chunks)
     return predict(found, *fit_plan(found, spec, batch), batch, every=every)
@@ -56,7 +56,7 @@ def sums(timeline: Timeline | None, rank: int = 0) -> list[Span]:
 
 @pytest.mark.parametrize("plan, period", [("data=4", 1), ("pipeline=2,tensor=2", 8), ("data=1", 32)])
 def test_one_replica_or_every_step_is_as_it_was(plan: str, period: int) -> None:
-    found = jobs.basis(jobs.blocks(8, 256), "8:a100-80g")
+    found = planning_graphs.basis(planning_graphs.blocks(8, 256), "8:a100-80g")
     plain = predict(found, *setup.fit_plan(found, spec_of(plan), 64), 64)
     again = predicted(plan, period)
     assert (again.timeline, again.local_step_timeline, again.seconds) == (plain.timeline, None, plain.seconds)
@@ -86,7 +86,7 @@ def test_parameters_are_summed_after_the_step_once_each() -> None:
     found = predicted("data=4", 8)
     spans, (step,) = sums(found.timeline), [s for s in found.timeline.spans if s.action.kind is ActionKind.STEP]
     assert min(s.start for s in spans) >= step.end
-    parameters = sum(p.bytes for p in jobs.blocks(8, 256).parameters.values())
+    parameters = sum(p.bytes for p in planning_graphs.blocks(8, 256).parameters.values())
     assert sum(s.bytes for s in spans) == pytest.approx(bytes_per_rank("all_reduce", parameters, 4), rel=1e-3)
     mean = found.mean_over_period(lambda timeline: sum(s.bytes for s in sums(timeline)) if sums(timeline) else 0.0)
     assert mean == pytest.approx(sum(s.bytes for s in spans) / 8)
@@ -114,7 +114,7 @@ def test_sums_within_a_replica_stay() -> None:
 
 
 def test_stages_that_hold_the_same_weights_still_sum() -> None:
-    found = jobs.basis(jobs.example("gpt"), "4:a100-80g")
+    found = planning_graphs.basis(planning_graphs.example("gpt"), "4:a100-80g")
     prediction = predict(found, *setup.fit_plan(found, spec_of("data=2,pipeline=2,every=4"), 8), 8)
     tied = [s for s in sums(prediction.local_step_timeline) if str(s.action.value).startswith("tied")]
     assert tied and len(tied) == len(sums(prediction.local_step_timeline))
@@ -135,7 +135,7 @@ def test_interleaved_stages_sum_their_parameters_too() -> None:
 def test_between_sites_a_sum_takes_what_their_link_takes() -> None:
     cluster = from_mapping(mapping(SITES))
     seldom, often = predicted("data=4", 32, cluster), predicted("data=4", 1, cluster)
-    parameters = sum(p.bytes for p in jobs.blocks(8, 256).parameters.values())
+    parameters = sum(p.bytes for p in planning_graphs.blocks(8, 256).parameters.values())
     # Both sites' devices share their site's connection, over which each way at least one sum goes.
     least = parameters / (1e9 / 8)
     taken = sum(s.end - s.start for s in sums(seldom.timeline))
@@ -156,7 +156,9 @@ def test_replicas_that_step_alone_share_no_statistics() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
     trainable = [name for name, _ in model.named_parameters()]
-    basis = jobs.basis(capture(model, jobs.mean_square, torch.zeros(2, 16), trainable=trainable), "4:a100-80g")
+    basis = planning_graphs.basis(
+        capture(model, planning_graphs.mean_square, torch.zeros(2, 16), trainable=trainable), "4:a100-80g"
+    )
     lines = ("data=4", "data=4,every=4", "data=4,servers=1,staleness=2", "data=4,servers=1")
     waits = [predict(basis, *setup.fit_plan(basis, spec_of(s), 64), 64).stages[0].passes.waits for s in lines]
     assert waits[0] == waits[3] > 0 and waits[1] == waits[2] == 0

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-import jobs
 from polylane.cluster.spec import parse
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import Prediction, predict
@@ -17,6 +16,7 @@ from polylane.planner import problem as setup
 from polylane.schedule.round_robin import replica_lanes
 from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
+from tests.support import planning_graphs
 
 # Of the preset: the host between two passes.
 TURN = parse("1:a100-80g").device(0).turn
@@ -25,7 +25,7 @@ TURN = parse("1:a100-80g").device(0).turn
 def predicted(
     plan: str, cluster: str = "8:a100-80g", batch: int = 64, every: bool = False, **how: object
 ) -> Prediction:
-    found = jobs.basis(jobs.blocks(8, 256), cluster, TrainingOptions(**how))  # type: ignore[arg-type]
+    found = planning_graphs.basis(planning_graphs.blocks(8, 256), cluster, TrainingOptions(**how))  # type: ignore[arg-type]
     return predict(found, *setup.fit_plan(found, spec_of(plan), batch), batch, every=every)
 
 
@@ -99,7 +99,7 @@ def test_full_recomputation_trades_time_for_memory() -> None:
 
 
 def test_a_straggler_makes_everybody_wait() -> None:
-    found = jobs.basis(jobs.blocks(8, 256), "4:a100-80g")
+    found = planning_graphs.basis(planning_graphs.blocks(8, 256), "4:a100-80g")
     slow = replace(found, cluster=replace(parse("4:a100-80g"), speeds={2: 0.5}))
     plan = spec_of("data=4")
     fast = predict(found, *setup.fit_plan(found, plan, 64), 64)

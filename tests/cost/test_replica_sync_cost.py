@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-import jobs
 from polylane.cluster.spec import parse
 from polylane.cost.network import collectives as network
 from polylane.cost.network.compressed_reduction import PASSES, STEADY, codec_seconds
@@ -15,14 +14,15 @@ from polylane.cost.network.sync_volume import TrainedTensor, compute_sync_bytes
 from polylane.cost.parameter_servers import ServerCosts
 from polylane.cost.plan_cost import PlanCost
 from polylane.cost.predict import Prediction, predict
-from polylane.cost.trained_tensors import bucket_tensors
+from polylane.cost.task_lanes import bucket_tensors
 from polylane.plan.plan import Plan
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
 from polylane.program.lower import lower
 from polylane.schedule.action import ActionKind
+from tests.support import planning_graphs
 
-GRAPH, CLUSTER = jobs.blocks(4, 256), "8:a100-80g"
+GRAPH, CLUSTER = planning_graphs.blocks(4, 256), "8:a100-80g"
 WEIGHTS = sum(info.bytes for info in GRAPH.parameters.values())
 WAYS = (
     "shard=none",
@@ -41,7 +41,7 @@ WAYS = (
 
 
 def predicted(line: str, cluster: str = CLUSTER, batch: int = 64, every: bool = False) -> tuple[PlanCost, Prediction]:
-    basis = jobs.basis(GRAPH, cluster)
+    basis = planning_graphs.basis(GRAPH, cluster)
     partition, plan = setup.fit_plan(basis, spec_of(line), batch)
     return PlanCost(basis, partition, plan, batch), predict(basis, partition, plan, batch, every=every)
 
@@ -178,7 +178,7 @@ def test_more_servers_share_the_work() -> None:
 def test_a_straggler_holds_back_those_who_wait_for_it() -> None:
     seconds = {}
     for staleness in ("0", "2", "any"):
-        basis = jobs.basis(GRAPH, "2:a100-80g")
+        basis = planning_graphs.basis(GRAPH, "2:a100-80g")
         slow = {1: 0.2}
         basis = replace(basis, cluster=replace(basis.cluster, speeds=slow))
         fit = setup.fit_plan(basis, spec_of(f"data=2,servers=1,staleness={staleness}"), 1 << 16)

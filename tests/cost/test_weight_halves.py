@@ -7,11 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from eager_and_captured import captured
 from torch.utils.flop_counter import FlopCounterMode
 
-import jobs
-from halves import pipeline, take_gradients
 from polylane.cost.cost_table import OperatorWork, ShardedGraphCost
 from polylane.cost.memory.allocation_meter import storage_id
 from polylane.cost.memory.live_ranges import LiveRanges
@@ -28,6 +25,9 @@ from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
 from polylane.program.lower import lower
 from polylane.schedule.action import Action, ActionKind
+from tests.support import planning_graphs
+from tests.support.reference.eager_and_captured import captured
+from tests.support.reference.split_backward import pipeline, take_gradients
 
 SAMPLES = 5
 
@@ -97,16 +97,18 @@ def test_halving_moves_what_the_second_half_reads(name: str) -> None:
     assert costs.halving == pytest.approx(2 * read, rel=0.01)
     assert costs.second_half == costs.backward_weight + costs.halving
     assert HALVING_TRAVERSALS == {"cpu": 2.0, "cuda": 0.0}
-    blocks = jobs.blocks(8, 256)
+    blocks = planning_graphs.blocks(8, 256)
     for cluster, positive in (("4:cpu,link=nvlink-3", True), ("4:a100-80g", False)):
-        partition, plan = setup.fit_plan(basis := jobs.basis(blocks, cluster), spec_of("pipeline=4,schedule=zb-h1"), 64)
+        partition, plan = setup.fit_plan(
+            basis := planning_graphs.basis(blocks, cluster), spec_of("pipeline=4,schedule=zb-h1"), 64
+        )
         own, _ = PlanCost(basis, partition, plan, 64, False).pass_costs(1)
         assert (own.halving > 0) == positive
 
 
 def test_an_order_pays_for_the_passes_that_it_halves() -> None:
     """On a CPU: each halved pass takes what halving costs longer, each whole one does not."""
-    basis = jobs.basis(jobs.blocks(8, 256), "2:cpu,link=nvlink-3")
+    basis = planning_graphs.basis(planning_graphs.blocks(8, 256), "2:cpu,link=nvlink-3")
     partition, plan = setup.fit_plan(basis, spec_of("pipeline=2,schedule=auto,microbatches=2"), 64)
     plan = plan.model_copy(update={"order": ("f0.0 f0.1 b0.0 b0.1", "f1.0 i1.0 w1.0 f1.1 b1.1")})
     scene = PlanCost(basis, partition, plan, 64, False)
@@ -119,7 +121,7 @@ def test_an_order_pays_for_the_passes_that_it_halves() -> None:
 
 
 def test_two_halves_take_what_the_whole_takes_and_another_turn() -> None:
-    basis = jobs.basis(jobs.blocks(8, 256), "4:a100-80g")
+    basis = planning_graphs.basis(planning_graphs.blocks(8, 256), "4:a100-80g")
     partition, plan = setup.fit_plan(basis, spec_of("pipeline=4,schedule=1f1b,microbatches=8"), 64)
     scene = PlanCost(basis, partition, plan, 64, False)
     for program in lower(partition, plan):

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import covering
 from polylane.diagnosis.call_order import Call, CallRecord, choose_first_to_leave, find_parting
 from polylane.diagnosis.page_layout import CALL_ENTRIES, PAGE_BYTES, read_calls, write_call
 from polylane.diagnosis.stacks import CodePlace, Frame, find_own_collective
 from polylane.runtime.progress.script_calls import is_in_collective
+from tests.support import subsets
 
 METHODS = st.lists(st.sampled_from(["job.step", "job.evaluate", "job.save"]), max_size=12)
 
@@ -32,7 +32,7 @@ def record(*calls: str, inside: bool = True, left: bool = False) -> CallRecord:
 
 
 @given(METHODS, st.data())
-@settings(max_examples=covering.examples(100), deadline=None)
+@settings(max_examples=subsets.examples(100), deadline=None)
 def test_ranks_with_the_same_calls_never_differ(methods: Sequence[str], data: st.DataObject) -> None:
     """A rank that loads, computes or saves for long has only come less far."""
     calls = tuple(Call(number, method) for number, method in enumerate(methods, 1))
@@ -42,7 +42,7 @@ def test_ranks_with_the_same_calls_never_differ(methods: Sequence[str], data: st
 
 
 @given(METHODS, st.integers(0, 12), METHODS)
-@settings(max_examples=covering.examples(100), deadline=None)
+@settings(max_examples=subsets.examples(100), deadline=None)
 def test_a_call_too_many_is_found_once_ranks_come_to_different_methods(
     before: list[str], place: int, after: list[str]
 ) -> None:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import covering
-from diagnosis.program_states import states_at
 from polylane.diagnosis.culprit import Finding, RankState, Wait, find_culprits
 from polylane.program.check import match_messages
 from polylane.program.program import Program
 from polylane.schedule.action import ActionKind
-from properties.test_program_laws import Lowered, lowereds
+from tests.diagnosis.program_states import states_at
+from tests.properties.test_program_laws import Lowered, lowereds
+from tests.support import subsets
 
 
 def run_until_all_stand(programs: tuple[Program, ...], stopped: int, at: int) -> dict[int, int]:
@@ -50,7 +50,7 @@ def run_until_all_stand(programs: tuple[Program, ...], stopped: int, at: int) ->
 
 
 @given(lowereds(), st.data())
-@settings(max_examples=covering.examples(100), deadline=None)
+@settings(max_examples=subsets.examples(100), deadline=None)
 def test_the_walk_names_exactly_the_stopped_rank(made: Lowered, data: st.DataObject) -> None:
     programs = made.programs
     stopped = data.draw(st.sampled_from([p.rank for p in programs if p.actions]))
@@ -77,7 +77,7 @@ def test_the_walk_names_exactly_the_stopped_rank(made: Lowered, data: st.DataObj
 
 
 @given(lowereds())
-@settings(max_examples=covering.examples(50), deadline=None)
+@settings(max_examples=subsets.examples(50), deadline=None)
 def test_without_a_stopped_rank_all_reach_the_end(made: Lowered) -> None:
     positions = run_until_all_stand(made.programs, -1, -1)
     assert positions == {p.rank: len(p.actions) for p in made.programs}
@@ -98,7 +98,7 @@ def collectives(draw: st.DrawFn) -> tuple[list[tuple[str, tuple[int, ...]]], int
 
 
 @given(collectives(), st.data())
-@settings(max_examples=covering.examples(200), deadline=None)
+@settings(max_examples=subsets.examples(200), deadline=None)
 def test_who_did_not_arrive_at_a_collective_is_named(
     made: tuple[list[tuple[str, tuple[int, ...]]], int], data: st.DataObject
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from benchmarks import flight_recordings
 
 # Two groups of two ranks, and one of all four.

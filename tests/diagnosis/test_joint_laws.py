@@ -10,9 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import covering
-from diagnosis.program_states import states_at
-from diagnosis.test_culprit_laws import run_until_all_stand
 from polylane.diagnosis import host_post
 from polylane.diagnosis.culprit import RankState, Wait, find_culprits
 from polylane.diagnosis.host_post import (
@@ -29,7 +26,10 @@ from polylane.diagnosis.patience import LONG_SECONDS, MARGIN_SECONDS, SILENT_SEC
 from polylane.diagnosis.report import Doing, HangReport, RankReport, describe_finding, describe_silence
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Action, ActionKind
-from properties.test_program_laws import Lowered, lowereds
+from tests.diagnosis.program_states import states_at
+from tests.diagnosis.test_culprit_laws import run_until_all_stand
+from tests.properties.test_program_laws import Lowered, lowereds
+from tests.support import subsets
 
 BOUND = 8.0
 FORWARD = Action(ActionKind.FORWARD, 1, 0)
@@ -49,7 +49,7 @@ def told(records: list[RankRecord], hosts: int, secret: bytes) -> dict[int, list
 
 
 @given(lowereds(), st.data())
-@settings(max_examples=covering.examples(60), deadline=None)
+@settings(max_examples=subsets.examples(60), deadline=None)
 def test_the_records_of_all_hosts_name_exactly_the_stopped_rank(made: Lowered, data: st.DataObject) -> None:
     programs = made.programs
     stopped = data.draw(st.sampled_from([p.rank for p in programs if p.actions]))
@@ -172,7 +172,7 @@ POSTS = st.builds(
 
 
 @given(POSTS, st.sampled_from([b"", b"secret"]), st.data())
-@settings(max_examples=covering.examples(50))
+@settings(max_examples=subsets.examples(50))
 def test_a_post_is_read_as_it_was_written_and_as_nothing_else(
     post: HostPost, secret: bytes, data: st.DataObject
 ) -> None:
@@ -200,7 +200,7 @@ JSON = st.recursive(
 @given(
     st.fixed_dictionaries({"number": JSON}, optional={"ranks": JSON, "verdict": JSON, "answer": JSON, "ended": JSON})
 )
-@settings(max_examples=covering.examples(100))
+@settings(max_examples=subsets.examples(100))
 def test_what_is_no_post_is_an_error_in_one_way(plain: object) -> None:
     with suppress(ValueError):
         HostPost.from_bytes(json.dumps(plain).encode(), "", (1, 5))

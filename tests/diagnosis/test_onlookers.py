@@ -7,7 +7,7 @@ import random
 import pytest
 
 from polylane.diagnosis.culprit import RankState, Wait, find_culprits
-from polylane.diagnosis.onlookers import without_onlookers
+from polylane.diagnosis.judgement import without_onlookers
 from polylane.diagnosis.page_layout import Phase
 
 FREE, STOPPED = RankState(), RankState(is_frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import covering
 from polylane.diagnosis.page_layout import (
     COPY_BYTES,
     NOTES_START,
@@ -31,6 +30,7 @@ from polylane.diagnosis.page_layout import (
     unpack_wait,
     write_verdict,
 )
+from tests.support import subsets
 
 RECORDS = st.builds(
     Record,
@@ -47,7 +47,7 @@ RECORDS = st.builds(
 
 
 @given(st.lists(RECORDS, min_size=1, max_size=5), st.data())
-@settings(max_examples=covering.examples(200), deadline=None)
+@settings(max_examples=subsets.examples(200), deadline=None)
 def test_a_record_that_is_torn_anywhere_is_never_read(records: list[Record], data: st.DataObject) -> None:
     """Bytes are written in any order and the writer stops after some of them: the record before is read."""
     page = memoryview(bytearray(4096))

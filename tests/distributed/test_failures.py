@@ -16,13 +16,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import covering
 from polylane.errors import PolylaneError, WorkerFailed
 from polylane.runtime.job import Job
-from polylane.runtime.workers import fork
-from polylane.runtime.workers.fork import WorkerContext, fork_workers
-from processes import children
-from training import batch_of, mlp, workers
+from polylane.runtime.workers import team
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
+from tests.support import subsets
+from tests.support.workers.child_processes import children
+from tests.support.workers.training import batch_of, mlp, workers
 
 SECONDS = 10  # the promise; it takes well under one
 PLANS = ["data=2", "pipeline=2,microbatches=3", "data=2,pipeline=2,microbatches=3"]
@@ -91,7 +92,7 @@ def failure_of(work: Callable[[Job], Any], model: nn.Module, plan: str, **option
     return caught.value
 
 
-@pytest.mark.parametrize("backward", covering.one_in(2, [False, True]), ids=["forward", "backward"])
+@pytest.mark.parametrize("backward", subsets.one_in(2, [False, True]), ids=["forward", "backward"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_an_operator_that_raises_once(plan: str, backward: bool) -> None:
     """Sample 4 of 9 lies in microbatch 1 of 3; with two replicas (2 and 1 samples of it), on the first one's part."""
@@ -239,7 +240,7 @@ def test_a_worker_that_cannot_be_killed_is_named_and_left(
     for name in ("kill", "terminate"):
         monkeypatch.setattr(ForkProcess, name, lambda self: pids.append(self.pid))
     for name in ("TERM_SECONDS", "KILL_SECONDS"):
-        monkeypatch.setattr(fork, name, 0.1)
+        monkeypatch.setattr(team, name, 0.1)
     before, start = set(multiprocessing.active_children()), time.monotonic()
     try:
         with pytest.raises(WorkerFailed, match="no number"):
@@ -247,7 +248,7 @@ def test_a_worker_that_cannot_be_killed_is_named_and_left(
         assert time.monotonic() - start < 5
         said = capfd.readouterr().err
         assert re.match(
-            rf"polylane: worker 1 \(process {pids[-1]}\) was killed and does not end: the system holds", said
+            rf"polylane: worker 1 \(process {pids[-1]}\) does not end after SIGKILL: the system holds it", said
         )
         assert set(multiprocessing.active_children()) <= before  # the interpreter's exit waits for these
     finally:

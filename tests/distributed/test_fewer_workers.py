@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import commands_run
-from polylane.commands.running.restarts import is_lost
+from polylane.commands.running.launch import is_lost
 from polylane.errors import WorkerFailed, WorkerHung
+from tests.support.workers import forked_commands
 
 # The worker of a rank dies in the n-th step of an attempt where a file says so; or any one, since a stage that is cut
 # by measured times may have no parameters.
@@ -75,7 +75,7 @@ def train(folder: Path, line: str, *dying: str, launcher: tuple[str, ...] = (), 
         (folder / each).touch()
     words = ["train", "points.py", "--batch", "12", "--steps", "10", *line.split()]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = commands_run.run(
+    done = forked_commands.run(
         [sys.executable, *(launcher or ("-m",)), "polylane", *words], cwd=folder, env=environment, timeout=300
     )
     spared = [each.name for each in folder.glob("kill-*")]

@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from commands_run import run
-from hanging import RECIPE
 from polylane.compile.objectives import build_objectives
 from polylane.diagnosis import patience, report
 from polylane.diagnosis.page_layout import Phase
@@ -27,9 +25,12 @@ from polylane.errors import WorkerHung
 from polylane.runtime.job import Job
 from polylane.runtime.progress.watch import HangWatch, OnHang
 from polylane.runtime.progress_page import ProgressMemory, ProgressWriter
-from polylane.runtime.workers.fork import WorkerContext, fork_workers
-from processes import children
-from training import batch_of, classify, compiled, mlp, sgd
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
+from tests.support.recipes.hanging_worker import RECIPE
+from tests.support.workers.child_processes import children
+from tests.support.workers.forked_commands import run
+from tests.support.workers.training import batch_of, classify, compiled, mlp, sgd
 
 BOUND = 0.6  # seconds without progress; the steps of these models take some milliseconds
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from commands_run import run, start
-from hanging import RECIPE, SCRIPT
+from tests.support.recipes.hanging_worker import RECIPE, SCRIPT
+from tests.support.workers.forked_commands import run, start
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

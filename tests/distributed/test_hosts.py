@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-import covering
 from polylane.runtime.transport import hierarchical
 from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.transport.shared_memory import rendezvous
-from polylane.runtime.workers.fork import WorkerContext, fork_workers
-from training import Trained, assert_same, batch_of, classify, mlp, plainly, sgd, trained
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
+from tests.support import subsets
+from tests.support.workers.training import Trained, assert_same, batch_of, classify, mlp, plainly, sgd, trained
 
 BATCHES = [batch_of(9, seed=i) for i in range(3)]
 
@@ -54,7 +55,7 @@ def test_memory_is_shared_inside_a_host_only(hosts: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "hosts"), covering.one_in(2, covering.pairs(TRAINED, ARRANGEMENTS), several=True), indirect=["hosts"]
+    ("plan", "hosts"), subsets.one_in(2, subsets.pairs(TRAINED, ARRANGEMENTS), several=True), indirect=["hosts"]
 )
 def test_a_training_over_several_hosts(hosts: list[int], plan: str) -> None:
     expected = plainly(mlp(6, 8, 4), BATCHES, microbatches=2 if "pipeline" in plan else 1)
@@ -62,14 +63,14 @@ def test_a_training_over_several_hosts(hosts: list[int], plan: str) -> None:
         assert_same(worker, expected)
 
 
-@pytest.mark.parametrize("hosts", covering.one_in(3, ARRANGEMENTS, first=2), indirect=True)
+@pytest.mark.parametrize("hosts", subsets.one_in(3, ARRANGEMENTS, first=2), indirect=True)
 def test_replicas_on_several_hosts_that_agree_every_second_step(hosts: list[int]) -> None:
     expected = agreeing(mlp(6, 8, 4), 4, 2)
     for worker in trained(mlp(6, 8, 4), "data=4,every=2", BATCHES):
         assert_same(worker, expected)
 
 
-@pytest.mark.parametrize("hosts", covering.one_in(3, ARRANGEMENTS, first=1), indirect=True)
+@pytest.mark.parametrize("hosts", subsets.one_in(3, ARRANGEMENTS, first=1), indirect=True)
 def test_gradients_that_travel_rounded(hosts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """As where all of them travel by torch.distributed: what is rounded is each replica's own share, before any sum."""
     found = trained(mlp(6, 8, 4), "data=4,wire=bfloat16", BATCHES)

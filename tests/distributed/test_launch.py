@@ -16,11 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import commands_run
 from polylane.errors import ActionFailed, PeerLost, PolylaneError, WorkerFailed
-from polylane.runtime.workers import fork as launch
-from polylane.runtime.workers.fork import WorkerContext, fork_workers, limit_to_one_thread
-from processes import children
+from polylane.runtime.workers import team as launch
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
+from polylane.runtime.workers.threads import limit_to_one_thread
+from tests.support.workers import forked_commands
+from tests.support.workers.child_processes import children
 
 torch.set_num_threads(1)
 
@@ -153,7 +155,7 @@ def test_one_raises_while_the_others_wait(failing: int):
     text = str(caught.value)
     assert text.startswith(f"worker {failing} failed\n")
     assert "the model is wrong" in text and "in worker" in text and text.count("Traceback") == 1
-    assert "runtime/workers/fork.py" not in text  # the launcher's frames are of no use to the user
+    assert "runtime/workers/team.py" not in text  # the launcher's frames are of no use to the user
 
 
 def test_one_raises_while_the_others_ignore_sigterm(monkeypatch):
@@ -316,7 +318,7 @@ def test_four_workers_start_at_once():
 SCRIPT = """
     import os, sys, time, torch
     torch.set_num_threads(1)
-    from polylane.runtime.workers.fork import fork_workers
+    from polylane.runtime.workers.team import fork_workers
 
     def worker(context):
         context.send_message({"pid": os.getpid()})
@@ -338,7 +340,7 @@ SCRIPT = """
 
 @pytest.fixture
 def script():
-    process = commands_run.start([sys.executable, "-c", textwrap.dedent(SCRIPT)], start_new_session=True)
+    process = forked_commands.start([sys.executable, "-c", textwrap.dedent(SCRIPT)], start_new_session=True)
     yield process
     process.kill()
     process.communicate()

@@ -16,7 +16,7 @@ from polylane.runtime.job import Job
 from polylane.runtime.workers import failure
 from polylane.runtime.workers.failure import Failure
 from polylane.runtime.workers.out_of_memory import MemoryNeed, OutOfMemory, out_of_memory
-from training import batch_of, classify, compiled, mlp, sgd, workers
+from tests.support.workers.training import batch_of, classify, compiled, mlp, sgd, workers
 
 MORE = 1 << 28  # address space that a worker may take beyond what it has
 

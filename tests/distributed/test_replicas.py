@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
 import polylane
 from polylane.errors import PolylaneError, WorkerFailed
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
+from tests.support import subsets
 
 
 def network() -> nn.Module:
@@ -44,8 +44,8 @@ def trained(replicas: Any, model: nn.Module, accumulate: bool) -> tuple[list[flo
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("workers", covering.one_in(2, [2, 3], first=1))
-@pytest.mark.parametrize("accumulate", covering.one_in(2, [False, True], first=1))
+@pytest.mark.parametrize("workers", subsets.one_in(2, [2, 3], first=1))
+@pytest.mark.parametrize("accumulate", subsets.one_in(2, [False, True], first=1))
 def test_replicas_train_as_one_worker_does(workers: int, accumulate: bool) -> None:
     def run(_: Any) -> tuple[list[float], dict[str, Tensor]]:
         model = network()

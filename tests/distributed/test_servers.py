@@ -17,16 +17,17 @@ from unittest import mock
 import pytest
 import torch
 
-import commands_run
-import covering
+from benchmarks.stragglers import Straggler, slow_down
 from polylane.commands.running import worker as running_worker
 from polylane.commands.running.resume import NothingLeft
 from polylane.errors import PolylaneError, WorkerFailed
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.schedule.action import ActionKind
-from processes import children
-from training import batch_of, mlp, workers
+from tests.support import subsets
+from tests.support.workers import forked_commands
+from tests.support.workers.child_processes import children
+from tests.support.workers.training import batch_of, mlp, workers
 
 SECONDS = 10  # the promise; it takes about one
 SHARED, DEDICATED = "data=2,servers=2", "data=2,servers=2,dedicated=yes"
@@ -89,7 +90,7 @@ def test_a_worker_that_raises(plan: str) -> None:
 @pytest.mark.usefixtures("nothing_is_left")
 @pytest.mark.parametrize(
     ("plan", "rank"),
-    covering.one_in(2, [(SHARED, 1), (DEDICATED, 1), (DEDICATED, 3), (PLANS[2], 2)], first=1, several=True),
+    subsets.one_in(2, [(SHARED, 1), (DEDICATED, 1), (DEDICATED, 3), (PLANS[2], 2)], first=1, several=True),
 )
 def test_a_worker_or_a_server_that_is_killed(plan: str, rank: int) -> None:
     def work(job: Job) -> None:
@@ -132,11 +133,11 @@ def test_a_worker_that_torchrun_started_abandons_what_failed(
     def train(*_: Any) -> None:
         raise error(Path(), 1)
 
-    job: Any = mock.Mock()
+    training: Any = mock.Mock()
     monkeypatch.setattr(running_worker, "train", train)
     with pytest.raises(error):
-        running_worker._train_or_abandon(job, mock.Mock(), mock.Mock(), lambda message: None, mock.Mock())
-    assert job.abandon.called == abandons
+        running_worker.TrainingWorker(training, mock.Mock(), mock.Mock()).train(lambda message: None)
+    assert training.job.return_value.abandon.called == abandons
 
 
 @pytest.mark.usefixtures("nothing_is_left")
@@ -164,7 +165,8 @@ def test_the_time_that_a_server_takes_is_waiting_not_work() -> None:
             job.step(batch_of(8, seed=step))
         return job.timeline(1)
 
-    timeline = workers(work, mlp(6, 8, 4), "data=2,servers=1,slow=1:40")[0]
+    with slow_down({1: Straggler(40)}):
+        timeline = workers(work, mlp(6, 8, 4), "data=2,servers=1")[0]
     (quick,) = [s for s in timeline.spans if s.rank == 0 and s.action.kind is ActionKind.STEP]
     assert quick.waited > 0.5 * (quick.end - quick.start)
     assert quick.bytes == sum(p.nbytes for p in mlp(6, 8, 4).parameters())
@@ -226,7 +228,7 @@ def run(tmp_path: Path, plan: str, count: int, fault: str = "", cold: bool = Fal
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     if cold:
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    return commands_run.run(command, env=environment)
+    return forked_commands.run(command, env=environment)
 
 
 def told(tmp_path: Path, plan: str, count: int, fault: str = "") -> list[dict[str, Any]]:
@@ -292,7 +294,7 @@ def data(split, fault="no"):
 def train(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "tiny.py").write_text(RECIPE)
     command = [sys.executable, "-m", "polylane", "train", "tiny.py", *words]
-    return commands_run.run(command, cwd=tmp_path)
+    return forked_commands.run(command, cwd=tmp_path)
 
 
 def test_train_with_a_server_of_its_own(tmp_path: Path) -> None:
@@ -308,7 +310,7 @@ def test_train_with_a_server_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", covering.one_in(2, ["data=2,servers=1,dedicated=yes", "data=2,servers=1,staleness=any,dedicated=yes"])
+    "plan", subsets.one_in(2, ["data=2,servers=1,dedicated=yes", "data=2,servers=1,staleness=any,dedicated=yes"])
 )
 def test_a_loss_that_is_no_number_stops_all(plan: str, tmp_path: Path) -> None:
     words = ["--batch", "8", "--epochs", "3", "--run", "run", "--on-nan", "stop", "--set", "fault=yes"]

@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_transport
 import torch
 
-import covering
-from local_transport import LocalTransport, run_local
 from polylane.errors import PeerLost, PolylaneError
 from polylane.runtime.transport import c10d
 from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.transport.shared_memory import transport as shared_memory
-from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
+from tests.distributed import test_transport
+from tests.support import subsets
+from tests.support.workers.thread_transport import LocalTransport, run_local
 
 torch.set_num_threads(1)
 
@@ -175,7 +176,7 @@ def same(one: Any, other: Any) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-@pytest.mark.parametrize("size", covering.one_in(3, [2, 3, 4], first=1))
+@pytest.mark.parametrize("size", subsets.one_in(3, [2, 3, 4], first=1))
 def test_random_programs_have_the_same_results(size: int):
     expected = local_results(size)
 
@@ -195,7 +196,7 @@ def test_random_programs_have_the_same_results(size: int):
     assert fork_workers(worker, size) == [[True] * len(SEEDS)] * size
 
 
-@pytest.mark.parametrize("size", covering.one_in(2, [2, 3], first=1))
+@pytest.mark.parametrize("size", subsets.one_in(2, [2, 3], first=1))
 def test_gloo_has_the_same_results(size: int):
     """To rounding: it sums in another order."""
     expected = local_results(size)

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import test_shared_memory
-import test_transport
 import torch
 
 from polylane.runtime.transport import protocol
 from polylane.runtime.transport.c10d import C10dTransport
 from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.transport.staged import HostStaging, StagedConnections, StagedTransport
-from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
+from tests.distributed import test_shared_memory, test_transport
 
 torch.set_num_threads(1)
 

@@ -20,16 +20,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import covering
-import processes
 from polylane.errors import PolylaneError, WorkerFailed
 from polylane.runtime.plain_data import plain_objects
 from polylane.runtime.transport import c10d
 from polylane.runtime.transport.choose import choose_transport
-from polylane.runtime.workers import fork as launch
-from polylane.runtime.workers import spawn
 from polylane.runtime.workers.file_store import MeetingPlace
-from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.started_worker import StartedWorker, WorkerContext
+from polylane.runtime.workers.team import fork_workers
+from tests.support import subsets
+from tests.support.workers import child_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 torch.set_num_threads(1)
@@ -89,7 +88,7 @@ def listening(root: int, but: int | None = None) -> tuple[set[int], set[str]]:
             for fd in os.listdir(f"/proc/{parent}/fd"):
                 with suppress(OSError):
                     inodes.add(os.readlink(f"/proc/{parent}/fd/{fd}"))
-            todo += [pid for pid in processes.children(parent) if pid != but]
+            todo += [pid for pid in child_processes.children(parent) if pid != but]
     tables = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
     ports = {int(f[1].rpartition(":")[2], 16) for f in tables if f[3] == "0A" and f"socket:[{f[9]}]" in inodes}
     local = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
@@ -148,18 +147,18 @@ def together(context: WorkerContext) -> float:
     return float(summed.sum())
 
 
-@pytest.mark.parametrize("attack", covering.one_in(2, [knock, join_as_rank_1]))
+@pytest.mark.parametrize("attack", subsets.one_in(2, [knock, join_as_rank_1]))
 def test_the_stranger_is_turned_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Callable[[Path, set[int], set[str]], None]
 ):
     """Several jobs, of which every one has to be right, and none may run what he sends."""
-    whole = launch.run_worker
+    run_process = StartedWorker.run_process
 
-    def late(worker: Any, rank: int, *rest: Any) -> Any:
-        time.sleep(0.2 * rank)  # rank 1 comes late: others could take its place meanwhile
-        return whole(worker, rank, *rest)
+    def run_late(started: StartedWorker, worker: Any) -> None:
+        time.sleep(0.2 * started.rank)  # rank 1 comes late: others could take its place meanwhile
+        run_process(started, worker)
 
-    monkeypatch.setattr(launch, "run_worker", late)
+    monkeypatch.setattr(StartedWorker, "run_process", run_late)
     trace = tmp_path / "ran"
     right = 0
     with stranger(partial(attack, trace)):
@@ -282,29 +281,3 @@ def test_a_shared_secret_over_hosts(monkeypatch: pytest.MonkeyPatch):
     assert fork_workers(lambda context: worker(context, ("same", "same")), 2) == [2.0, 2.0]
     with pytest.raises((PolylaneError, WorkerFailed), match="not a worker of this job"):
         fork_workers(lambda context: worker(context, ("same", "other")), 2)
-
-
-def test_who_connects_and_says_nothing_does_not_keep_workers_waiting(monkeypatch: pytest.MonkeyPatch):
-    """New processes report through a socket: a client that keeps silent, or lies, is dropped; the next one is heard."""
-    monkeypatch.setattr(spawn, "INTRODUCTION_SECONDS", 1.0)
-    place = MeetingPlace.in_folder()
-    office: Any = spawn._ReportServer(place, None)
-    try:
-        assert stat.S_IMODE(place.folder.stat().st_mode) == 0o700
-        lines = [socket.socket(socket.AF_UNIX) for _ in range(4)]
-        for line, said in zip(lines, (b"", b"\xff" * 64, struct.pack("!i", 32) + b"x" * 32), strict=False):
-            line.connect(office.address)
-            line.sendall(said)
-        lines[3].connect(office.address)
-        for said in (place.secret, b"3"):
-            lines[3].sendall(struct.pack("!i", len(said)) + said)
-        deadline = time.monotonic() + 10
-        while 3 not in office.lines:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        assert list(office.lines) == [3]
-    finally:
-        office.close()
-        place.remove_files()
-        for line in lines:
-            line.close()

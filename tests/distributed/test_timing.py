@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import covering
 from polylane.runtime.job import Job
 from polylane.runtime.pipeline.stage_runner import StageRunner
-from training import batch_of, mlp, plainly, trained, workers
+from tests.support import subsets
+from tests.support.workers.training import batch_of, mlp, plainly, trained, workers
 
 pytestmark = pytest.mark.timeout(60)
 BATCHES = [batch_of(samples, seed) for seed, samples in enumerate((8, 7))]
@@ -37,7 +37,7 @@ SLOWED = [
 ]
 
 
-@pytest.mark.parametrize("plan", covering.one_in(3, covering.one_in(2, SLOWED), first=2))
+@pytest.mark.parametrize("plan", subsets.one_in(3, subsets.one_in(2, SLOWED), first=2))
 def test_slow_workers(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def model() -> nn.Module:
         return nn.Sequential(mlp(6, 8, 8), nn.BatchNorm1d(8).double(), mlp(8, 8, 4))
@@ -76,7 +76,7 @@ class Wide(nn.Module):
         return self.last((torch.tanh(self.second(wide)) + wide).mean(1))
 
 
-@pytest.mark.parametrize("schedule", covering.one_in(2, ["afab", "1f1b"], first=1))
+@pytest.mark.parametrize("schedule", subsets.one_in(2, ["afab", "1f1b"], first=1))
 def test_large_messages(schedule: str) -> None:
     torch.manual_seed(0)
     model = Wide().double()

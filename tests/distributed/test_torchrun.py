@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import commands_run
-import covering
+from tests.support import subsets
+from tests.support.workers import forked_commands
 
 SCRIPT = """
 import json, os, sys
@@ -89,7 +89,7 @@ def run(tmp_path: Path, plan: str, workers: int, made_before: bool) -> list[dict
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"] if workers > 1 else []
     command = [sys.executable, *launcher, str(script), plan, "yes" if made_before else "no", str(out)]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    done = commands_run.run(command, env=environment)
+    done = forked_commands.run(command, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(workers)]
 
@@ -104,7 +104,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("plan", "made_before"),
-    covering.one_in(2, [("data=2,microbatches=2", False), ("pipeline=2,microbatches=2", True)], first=1, several=True),
+    subsets.one_in(2, [("data=2,microbatches=2", False), ("pipeline=2,microbatches=2", True)], first=1, several=True),
 )
 def test_the_same_script(plan: str, made_before: bool, alone: dict[str, Any], tmp_path: Path) -> None:
     results = run(tmp_path, plan, 2, made_before)

@@ -11,7 +11,8 @@ import torch
 
 from polylane.errors import PeerLost
 from polylane.runtime.transport.c10d import C10dTransport
-from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 
 torch.set_num_threads(1)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from trainings import BY_SAMPLE, RIGHT, SIZES, Training
+
+from tests.equivalence.trainings.training import BY_SAMPLE, RIGHT, SIZES, Training
 
 ATOMS = 4
 

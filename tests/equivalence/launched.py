@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import polylane
 from polylane.commands.learning_rates import LearningRateOptions
 from polylane.commands.requests import TrainRequest
-from polylane.commands.running.launch import start_workers
+from polylane.commands.running.launch import HostTraining
 from polylane.errors import AuditFailed, PolylaneError, WorkerFailed
 from polylane.plan.spec import parse
 from polylane.recipe import Recipe
@@ -37,7 +37,7 @@ from polylane.runtime.workers.stop_request import StopRequest
 from polylane.verify.audit import AuditMode
 
 if TYPE_CHECKING:
-    from trainings import Training
+    from tests.equivalence.trainings.training import Training
 
 T = TypeVar("T")
 Losses = list[float]
@@ -158,7 +158,9 @@ def by_train(training: Training, plan: str, audit: AuditMode) -> tuple[Losses, M
         )  # fmt: skip
         reporter: Any = partial(report)
         reporter.pause, reporter.keep_report = (lambda: None), (lambda report: None)
-        start_workers(request, reporter, StopRequest())
+        launcher = HostTraining(request, Any, StopRequest())
+        launcher.compile(request, reporter)
+        launcher.start()
         return [losses[step] for step in sorted(losses)], load_file(path)
 
 

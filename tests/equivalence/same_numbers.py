@@ -1,6 +1,6 @@
 """The judge of the trainings: does a plan compute what the user's plain loop computes on one device?
 
-``python tests/equivalence/same_numbers.py`` writes the table of all trainings and plans; ``--only`` some of them.
+``python -m tests.equivalence.same_numbers`` writes the table of all trainings and plans; ``--only`` some of them.
 """
 
 from __future__ import annotations
@@ -16,18 +16,9 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-import brought  # noqa: F401  (enters its rows into the table)
-import innocent  # noqa: F401
-import innocent_data  # noqa: F401
-import innocent_optimizers  # noqa: F401
-import innocent_scripts  # noqa: F401
 import torch
-from blinded import BLINDED, blinded
-from launched import Plain, Raised, by_script, by_train, isolated, read_epochs
 from torch import Tensor, nn
-from trainings import ALONE, BY_PASS, PLANS, TRAININGS, Training
 
-from compiling import compile_training
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.errors import AuditFailed, PolylaneError, WorkerFailed
@@ -35,11 +26,16 @@ from polylane.graph.batch import clone_leaves, count_parts, flatten, sample_coun
 from polylane.graph.precision import Promoted
 from polylane.recipe import Mean
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.verify.audit import AuditMode
 from polylane.verify.audit.audit_start import start_auditor
 from polylane.verify.audit.training_audit import attach_audit
+from tests.equivalence.blinded import BLINDED, blinded
+from tests.equivalence.launched import Plain, Raised, by_script, by_train, isolated, read_epochs
+from tests.equivalence.trainings.all_trainings import TRAININGS
+from tests.equivalence.trainings.training import ALONE, BY_PASS, PLANS, Training
+from tests.support.workers.compiling import compile_training
 
 TOLERANCE = 1e-9
 SMALLEST = 1e-6  # below which a tensor's own size is no scale for an error

@@ -13,7 +13,7 @@ from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
 from polylane.verify.verify import verify
-from training import classify, plainly, sgd, workers
+from tests.support.workers.training import classify, plainly, sgd, workers
 
 SIZES = ((3, 5, 4), (2, 4), (3, 5, 4))  # atoms of each molecule, by batch
 

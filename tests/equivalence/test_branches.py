@@ -6,14 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import table
 import torch
 import torch.nn.functional as F
-from test_equivalence import adamw, case_of, compile_case, sgd, verdict_on
-from test_hybrids import assert_cut
 from torch import Tensor, nn
 
-import covering
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
@@ -21,7 +17,11 @@ from polylane.plan.plan import Plan
 from polylane.plan.plan_file import load
 from polylane.runtime.job import Job
 from polylane.schedule.stage_graph import StageGraph
-from training import assert_state, batch_of, workers
+from tests.equivalence import table
+from tests.equivalence.test_equivalence import adamw, case_of, compile_case, sgd, verdict_on
+from tests.equivalence.test_hybrids import assert_cut
+from tests.support import subsets
+from tests.support.workers.training import assert_state, batch_of, workers
 
 PLANS = Path(__file__).parent.parent.parent / "examples" / "plans"
 
@@ -81,7 +81,7 @@ EVERY = [f"{case} {schedule}" for case in CASES for schedule in ("1f1b", "afab")
 
 
 @pytest.mark.parametrize(
-    "named", covering.one_in(2, covering.except_slow(EVERY, [each for each in EVERY if each not in PROVEN]))
+    "named", subsets.one_in(2, subsets.except_slow(EVERY, [each for each in EVERY if each not in PROVEN]))
 )
 def test_branches(named: str) -> None:
     case, schedule = named.split()
@@ -128,7 +128,7 @@ def helped(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize(
     "meshes",
-    covering.one_in(3, [({}, {}, {}), ({"data": 2}, {}, {"tensor": 2}), ({}, {"tensor": 2}, {"data": 2})], first=1),
+    subsets.one_in(3, [({}, {}, {}), ({"data": 2}, {}, {"tensor": 2}), ({}, {"tensor": 2}, {"data": 2})], first=1),
     ids=str,
 )
 def test_a_branch_that_only_training_has(meshes: tuple[dict[str, int], ...]) -> None:

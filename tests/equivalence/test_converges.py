@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import sync
 from polylane.recipe import load
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import sync  # noqa: E402
 
 
 @pytest.mark.slow

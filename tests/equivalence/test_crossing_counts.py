@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.compile.reshard import SentShare
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
-from training import adamw, batch_of, classify, mlp
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import adamw, batch_of, classify, mlp
 
 SAMPLES = 4  # two microbatches of two: the third of three replicas has none
 

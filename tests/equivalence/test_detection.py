@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import polylane
 from polylane.errors import PolylaneError
-from training import assert_same, plainly, trained
+from tests.support.workers.training import assert_same, plainly, trained
 
 
 class Detector(nn.Module):

@@ -7,19 +7,18 @@ import functools
 from collections.abc import Iterable
 
 import pytest
-import table
 import torch
 from torch import nn
 
-import covering
-import models
-from compiling import compile_training
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.placement.placement import Shard
-from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec, parse
+from polylane.plan.plan import AnyPlan
+from polylane.plan.spec import parse
 from polylane.verify.verify import Verdict, batch_in_float64, verify_compiled
+from tests.equivalence import table
+from tests.support import models, subsets
+from tests.support.workers.compiling import compile_training
 
 COVERING, COVERING_SPLIT = table.covering(), table.covering_split()
 CLIP_NORM = 0.5  # small enough that it binds
@@ -63,7 +62,7 @@ def model_of(name: str) -> nn.Module:
     return case_of(name).model().double()
 
 
-def compile_case(name: str, objective: Objective, plan: str | Spec | Plan, samples: int) -> CompiledTraining:
+def compile_case(name: str, objective: Objective, plan: str | AnyPlan, samples: int) -> CompiledTraining:
     example = batch_in_float64(case_of(name).batch(samples, 0))
     return compile_training(model_of(name), {"loss": objective}, example, plan, in_float64=True, shared=True)
 
@@ -100,7 +99,7 @@ LONG = ("unet", "two_devices", "vit", "densenet", "moe", "latents")
 SELDOM = [row for row in COVERING_SPLIT if row.model in LONG or (row.model, row.plan) == ("gpt", "tensor=3")]
 
 
-@pytest.mark.parametrize("row", covering.except_slow(COVERING_SPLIT, SELDOM), ids=str)
+@pytest.mark.parametrize("row", subsets.except_slow(COVERING_SPLIT, SELDOM), ids=str)
 def test_covering_splits_of_operators(row: table.Row) -> None:
     check(row)
 

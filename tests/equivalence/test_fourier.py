@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from polylane.compile.objectives import build_objectives
 from polylane.verify.verify import verify
-from training import sgd
+from tests.support.workers.training import sgd
 
 SAMPLES = 6
 

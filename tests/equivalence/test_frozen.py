@@ -14,15 +14,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
-from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.verify.verify import verify
-from training import Pairs, Trained, assert_same, batch_of, classify, plainly, sgd, trained, workers
+from tests.support import subsets
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import (
+    Pairs,
+    Trained,
+    assert_same,
+    batch_of,
+    classify,
+    plainly,
+    sgd,
+    trained,
+    workers,
+)
 
 BATCHES = [batch_of(8, seed) for seed in range(7)]
 CALLS = [0]
@@ -173,9 +183,7 @@ def in_a_process(work: Callable[[], Any]) -> Any:
     return fork_workers(lambda _: work(), 1)[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"), covering.one_in(3, covering.pairs(STATE, ["data=1", "data=2"]), several=True)
-)
+@pytest.mark.parametrize(("name", "plan"), subsets.one_in(3, subsets.pairs(STATE, ["data=1", "data=2"]), several=True))
 def test_python_state_is_that_of_the_plain_loop(name: str, plan: str) -> None:
     make, _ = STATE[name]
     model = between(built(make))
@@ -195,7 +203,7 @@ def test_python_state_is_named_with_its_line(name: str) -> None:
     assert f"{what} (" in note and "test_frozen.py:" in note
 
 
-@pytest.mark.parametrize("plan", covering.except_slow(["data=1", "data=2", "pipeline=2"], ["data=1", "pipeline=2"]))
+@pytest.mark.parametrize("plan", subsets.except_slow(["data=1", "data=2", "pipeline=2"], ["data=1", "pipeline=2"]))
 def test_neither_preparing_nor_evaluating_counts(plan: str) -> None:
     model = between(built(Counter), nn.Linear(8, 8), built(Counter))
 
@@ -297,7 +305,7 @@ class Mixed(Inner):
         return random.choice([1, 2, 3]) + np.random.normal() + F.dropout(torch.ones_like(x))
 
 
-@pytest.mark.parametrize("name", covering.one_in(3, ["Drops", "Noisy", "Mixed"], first=2))
+@pytest.mark.parametrize("name", subsets.one_in(3, ["Drops", "Noisy", "Mixed"], first=2))
 def test_python_draws_the_same_on_every_worker(name: str) -> None:
     model = between(built({"Drops": Drops, "Noisy": Noisy, "Mixed": Mixed}[name]), nn.Linear(8, 8))
 
@@ -418,7 +426,7 @@ LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("plan", covering.one_in(3, ["data=1", "data=2"], first=1))
+@pytest.mark.parametrize("plan", subsets.one_in(3, ["data=1", "data=2"], first=1))
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_keep_state_as_in_the_plain_loop(name: str, plan: str) -> None:
     make, what = LOSSES[name]
@@ -431,7 +439,7 @@ def test_losses_keep_state_as_in_the_plain_loop(name: str, plan: str) -> None:
         assert_same(worker, expected, 1e-9)
 
 
-@pytest.mark.parametrize("make", covering.one_in(3, [Counter, Drops, Mutates]))
+@pytest.mark.parametrize("make", subsets.one_in(3, [Counter, Drops, Mutates]))
 def test_a_proof_counts_as_a_training_does(make: Callable[[], nn.Module]) -> None:
     model = between(built(make), nn.Linear(8, 8))
     loss = counting_loss() if make is Counter else classify

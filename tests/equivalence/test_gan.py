@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import covering
+import gan
 import polylane
-from compiling import compile_training
-from models import EXAMPLES
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.graph.batch import split_bounds
 from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.model_tensors import ModelTensors
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.verify.rounding_floor import relative_error
 from polylane.verify.whole_graph import run_graph
-
-sys.path.insert(0, str(EXAMPLES))
-import gan
+from tests.support import subsets
+from tests.support.workers.compiling import compile_training
 
 LOSSES = {"discriminator": gan.discriminator_loss, "generator": gan.generator_loss}
 OPTIMIZERS = {"discriminator": gan.discriminator_optimizer, "generator": gan.generator_optimizer}
@@ -82,7 +78,7 @@ UNEVEN = ("[data=2 | tensor=2],microbatches=2", "[1 | data=2 | tensor=2],microba
 FURTHER = (PLANS[0], PLANS[2], PLANS[3], SPLIT[0], SPLIT[1], SPLIT[-1], UNEVEN[0])
 
 
-@pytest.mark.parametrize("plan", covering.one_in(2, covering.except_slow([*PLANS, *SPLIT, *UNEVEN], FURTHER)))
+@pytest.mark.parametrize("plan", subsets.one_in(2, subsets.except_slow([*PLANS, *SPLIT, *UNEVEN], FURTHER)))
 def test_two_objectives_train_as_a_plain_loop_does(plan: str) -> None:
     prepared = compile_training(
         network(), build_objectives(LOSSES, OPTIMIZERS, None), images(10, 0), plan, in_float64=True

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from gradients_inside import INSIDE
-from same_numbers import EQUAL, judged
-from trainings import PLANS
+
+from tests.equivalence.gradients_inside import INSIDE
+from tests.equivalence.same_numbers import EQUAL, judged
+from tests.equivalence.trainings.training import PLANS
 
 EVERY = [(name, plan) for name in INSIDE for plan in (*PLANS, "sequence=2")]
 FAST = [("equation", "data=2,pipeline=2,microbatches=2")]

@@ -10,7 +10,7 @@ from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.plan.lanes import stage_graph_of
 from polylane.plan.plan import Plan
-from training import assert_same, batch_of, classify, compiled, plainly, sgd, trained
+from tests.support.workers.training import assert_same, batch_of, classify, compiled, plainly, sgd, trained
 
 
 class Branches(nn.Module):

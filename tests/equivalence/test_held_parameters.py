@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
-from training import Pairs, Trained, adamw, assert_same, sgd, workers
+from polylane.runtime.workers.team import fork_workers
+from tests.support import subsets
+from tests.support.workers.training import Pairs, Trained, adamw, assert_same, sgd, workers
 
 Batch = tuple[Tensor, Tensor, Tensor]
 Change = Callable[[int, Any], None]
@@ -217,7 +217,7 @@ def test_a_group_that_is_added_later_is_refused() -> None:
         workers(work, Net(), "data=1", loss=loss, optimizer=factory, example=batch_of(0))
 
 
-@pytest.mark.parametrize(("name", "plan"), covering.one_in(5, covering.pairs(CASES, PLANS), several=True))
+@pytest.mark.parametrize(("name", "plan"), subsets.one_in(5, subsets.pairs(CASES, PLANS), several=True))
 def test_a_training_is_that_of_the_plain_loop(name: str, plan: str) -> None:
     (expected,) = fork_workers(lambda _: plainly(CASES[name]), 1)
     for worker in by_plan(CASES[name], plan):

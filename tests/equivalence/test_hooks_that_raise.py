@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor, nn
 
 from polylane.errors import ActionFailed, PolylaneError
-from training import batch_of, mlp, trained
+from tests.support.workers.training import batch_of, mlp, trained
 
 
 def doubled(gradient: Tensor) -> Tensor:

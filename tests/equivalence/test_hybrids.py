@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import table
 import torch
 import torch.nn.functional as F
-from test_equivalence import compile_case, objective_of, sgd, verdict_on
 from torch import Tensor, nn
 
-import covering
 from polylane import Mean
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
@@ -17,6 +14,9 @@ from polylane.placement.placement import Shard
 from polylane.plan.fit_to_graph import plan_from_partition
 from polylane.plan.spec import parse
 from polylane.verify.verify import verify
+from tests.equivalence import table
+from tests.equivalence.test_equivalence import compile_case, objective_of, sgd, verdict_on
+from tests.support import subsets
 
 ROWS = """
 model     / sizes / plan                                   / proof
@@ -74,7 +74,7 @@ def assert_cut(model: str, prepared: CompiledTraining) -> None:
                 assert cut == (axis == "tensor"), f"{model}: parameters of stage {stage} over {axis}"
 
 
-@pytest.mark.parametrize("row", covering.one_in(3, rows(ROWS)), ids=str)
+@pytest.mark.parametrize("row", subsets.one_in(3, rows(ROWS)), ids=str)
 def test_stages_with_meshes_of_their_own(row: table.Row) -> None:
     check(row)
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import covering
 from polylane.graph.capture.capture import capture
 from polylane.graph.readings.asked_draws import AskedDraw, StepDraws, draws_replayed
-from training import adamw, assert_same, batch_of, classify, plainly, trained
+from tests.support import subsets
+from tests.support.workers.training import adamw, assert_same, batch_of, classify, plainly, trained
 
 LAYERS, STEPS, RATE = 2, 3, 0.4
 
@@ -41,7 +41,7 @@ def numbers(step: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "plan", covering.one_in(2, ["data=2,pipeline=2,microbatches=2", "data=2,shard=parameters"], first=1)
+    "plan", subsets.one_in(2, ["data=2,pipeline=2,microbatches=2", "data=2,shard=parameters"], first=1)
 )
 def test_equal_to_one_device(plan: str) -> None:
     """AdamW decays every weight that has a gradient, be it zero: those of a layer that is left out have none."""

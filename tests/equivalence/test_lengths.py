@@ -20,7 +20,7 @@ from polylane.recipe import Mean
 from polylane.runtime import compile_cache
 from polylane.runtime.job import Job
 from polylane.verify.verify import verify
-from training import sgd, workers
+from tests.support.workers.training import sgd, workers
 
 # The example's first; none but it is known before the first step. Odd ones, primes, shorter and longer ones.
 LENGTHS = (8, 5, 12, 3, 2)

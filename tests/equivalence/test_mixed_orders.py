@@ -11,9 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
-from compiling import compile_training
-from halves import pipeline, take_gradients
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
@@ -25,7 +22,10 @@ from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 from polylane.verify.verify import verify_compiled
-from training import adamw, batch_of, classify, mlp
+from tests.support import subsets
+from tests.support.reference.split_backward import pipeline, take_gradients
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import adamw, batch_of, classify, mlp
 
 IN_PLACE = {ActionKind.BACKWARD_INPUT: ActionKind.BACKWARD}
 
@@ -116,7 +116,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("plan", covering.except_slow(PLANS, PLANS[2:]))
+@pytest.mark.parametrize("plan", subsets.except_slow(PLANS, PLANS[2:]))
 def test_mixed_orders_train_as_one_device(plan: str) -> None:
     """Dropout, statistics, tied weights, clipping, sharded states and operators, and recomputation included."""
     verdict = verify_compiled(compile_mixed(plan, TiedBlocks().double()), words(), clip_norm=0.5)

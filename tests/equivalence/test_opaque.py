@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
 import polylane
-from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
-from training import assert_same, batch_of, plainly, sgd, trained, workers
+from tests.support import subsets
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import assert_same, batch_of, plainly, sgd, trained, workers
 
 
 class Whichever(nn.Module):
@@ -91,7 +91,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", covering.one_in(2, covering.except_slow(CASES, [CASES[0], CASES[2], CASES[6]])))
+@pytest.mark.parametrize("case", subsets.one_in(2, subsets.except_slow(CASES, [CASES[0], CASES[2], CASES[6]])))
 def test_samples_that_meet_where_nothing_is_seen(case: tuple[str, str, Any, tuple[int, ...]]) -> None:
     name, plan, loss, sizes = case
     batches = [batch_of(samples, seed) for seed, samples in enumerate(sizes)]
@@ -123,7 +123,7 @@ SYNCED = [
 ]
 
 
-@pytest.mark.parametrize("case", covering.one_in(3, SYNCED))
+@pytest.mark.parametrize("case", subsets.one_in(3, SYNCED))
 def test_samples_that_meet_under_every_rule_that_is_exact(case: tuple[str, str, Any, tuple[int, ...]]) -> None:
     name, plan, loss, sizes = case
     make, batches = MODELS.get(name, lambda: opaque().inner), [batch_of(n, seed) for seed, n in enumerate(sizes)]

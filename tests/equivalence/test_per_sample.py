@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import covering
 from polylane.errors import PolylaneError, WorkerFailed
-from training import assert_same, batch_of, classify, mlp, plainly, trained
+from tests.support import subsets
+from tests.support.workers.training import assert_same, batch_of, classify, mlp, plainly, trained
 
 
 class Experts(nn.Module):
@@ -53,7 +53,7 @@ BATCHES = [batch_of(7, seed) for seed in range(4)]
 
 @pytest.mark.parametrize(
     "plan",
-    covering.one_in(
+    subsets.one_in(
         2,
         [
             "data=2",

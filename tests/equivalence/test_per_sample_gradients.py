@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError, WorkerFailed
-from training import assert_same, batch_of, mlp, plainly, trained
+from tests.support.workers.training import assert_same, batch_of, mlp, plainly, trained
 
 BATCHES = [(batch_of(7, seed)[0], torch.ones(7, 4, dtype=torch.float64)) for seed in range(4)]
 

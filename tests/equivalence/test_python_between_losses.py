@@ -22,7 +22,8 @@ from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:each replica computes")
 SAMPLES, STEPS = 6, 4

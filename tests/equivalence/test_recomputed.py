@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import covering
-from compiling import compile_training
 from polylane.compile.objectives import Objective
 from polylane.verify.verify import batch_in_float64, verify_compiled
-from training import adamw
+from tests.support import subsets
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import adamw
 
 
 class Block(nn.Module):
@@ -79,7 +79,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("plan", covering.one_in(3, covering.except_slow(PLANS, [PLANS[3]]), first=1))
+@pytest.mark.parametrize("plan", subsets.one_in(3, subsets.except_slow(PLANS, [PLANS[3]]), first=1))
 def test_recomputed_trainings_are_those_of_one_device(plan: str) -> None:
     objectives, example = {"loss": Objective("loss", loss, adamw)}, batch_in_float64(batches()[0])
     prepared = compile_training(blocks(), objectives, example, plan, in_float64=True, shared=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from table import Row
-from test_equivalence import verdict_on
-from test_hybrids import prepared_for
 
-import covering
+from tests.equivalence.table import Row
+from tests.equivalence.test_equivalence import verdict_on
+from tests.equivalence.test_hybrids import prepared_for
+from tests.support import subsets
 
 ROWS = """
 model           | sizes   | plan                                          | proof
@@ -36,7 +36,7 @@ FURTHER = [row for row in rows() if row.model in ("encoder", "hf_llama", "moe") 
 
 
 @pytest.mark.parametrize(
-    "row", covering.one_in(2, covering.except_slow(rows(), FURTHER), first=1), ids=lambda row: f"{row.model}-{row.plan}"
+    "row", subsets.one_in(2, subsets.except_slow(rows(), FURTHER), first=1), ids=lambda row: f"{row.model}-{row.plan}"
 )
 def test_equal_to_its_own_rule(row: Row) -> None:
     verdict = verdict_on(row, prepared_for(row))

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compiling import compile_training
 from polylane.checkpoint.read_tensors import CheckpointReader
 from polylane.checkpoint.store import open_checkpoint
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
-from training import batch_of, classify
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import batch_of, classify
 
 SAMPLES, BATCH = 20, 8  # three batches an epoch, the last one short: the checkpoint is in mid-epoch
 AT = 4

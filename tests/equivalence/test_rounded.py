@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import covering
 from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
 from polylane.verify.verify import verify
-from training import batch_of, classify, mlp, plainly, sgd, trained
+from tests.support import subsets
+from tests.support.workers.training import batch_of, classify, mlp, plainly, sgd, trained
 
 BATCHES = [batch_of(8, seed=i) for i in range(6)]
 
@@ -29,7 +29,7 @@ FAR = {"wire=bfloat16": 1e-2, "wire=float16": 1e-3, "compress=powersgd:8:0": 1e-
 
 @pytest.mark.parametrize(
     ("plan", "words"),
-    covering.pairs(["data=2", "data=3", "data=2,pipeline=2,microbatches=2", "data=2,tensor=2"], list(FAR)),
+    subsets.pairs(["data=2", "data=3", "data=2,pipeline=2,microbatches=2", "data=2,tensor=2"], list(FAR)),
 )
 def test_near_one_device(plan: str, words: str) -> None:
     far = FAR[words]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
-from training import assert_same, batch_of, plainly, trained
+from tests.support.workers.training import assert_same, batch_of, plainly, trained
 
 
 class Rows(nn.Module):

@@ -6,14 +6,14 @@ import math
 from dataclasses import replace
 from functools import cache
 
-import brought  # noqa: F401  (enters its rows into the table)
 import pytest
-from blinded import BLINDED, blinded
-from innocent import INNOCENT
-from same_numbers import TOLERANCE, accepted, by_loop, distance, judged
-from trainings import ALONE, AT_ONCE, LATER, PLANS, RIGHT, STATE, TRAININGS, Training
 
-import covering
+from tests.equivalence.blinded import BLINDED, blinded
+from tests.equivalence.same_numbers import TOLERANCE, accepted, by_loop, distance, judged
+from tests.equivalence.trainings.all_trainings import TRAININGS
+from tests.equivalence.trainings.late_changes import INNOCENT
+from tests.equivalence.trainings.training import ALONE, AT_ONCE, LATER, PLANS, RIGHT, STATE, Training
+from tests.support import subsets
 
 EVERY = [(name, plan) for name in TRAININGS for plan in (PLANS if name not in INNOCENT else (ALONE, *PLANS))]
 # One plan for each, the next one for the next; a third of them with all others, in `make test-all`. Of those whose
@@ -59,7 +59,7 @@ def test_the_selection_covers() -> None:
     assert len(COVERING) >= 60 and {name for name, _ in EVERY} == set(TRAININGS)
 
 
-@pytest.mark.parametrize("name", covering.one_in(3, [name for name in TRAININGS if training_of(name).naive != STATE]))
+@pytest.mark.parametrize("name", subsets.one_in(3, [name for name in TRAININGS if training_of(name).naive != STATE]))
 def test_what_a_naive_division_makes_of_it(name: str) -> None:
     """The table bites: a look at the first batch shows nothing, and who believes it gets other numbers."""
     training = replace(training_of(name), counted=None)  # parts count by their samples

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
-from training import Trained, adamw, assert_same, batch_of, plainly, sgd, workers
+from polylane.runtime.workers.team import fork_workers
+from tests.support import subsets
+from tests.support.workers.training import Trained, adamw, assert_same, batch_of, plainly, sgd, workers
 
 BATCHES = [batch_of(8, seed) for seed in range(6)]
 SHARPNESS = 1.0
@@ -154,7 +154,7 @@ def unchanged() -> Trained:
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    covering.one_in(3, covering.pairs(SCHEDULES, ["data=1", "data=2", "pipeline=2,microbatches=1"]), several=True),
+    subsets.one_in(3, subsets.pairs(SCHEDULES, ["data=1", "data=2", "pipeline=2,microbatches=1"]), several=True),
 )
 def test_schedules_are_those_of_the_plain_loop(name: str, plan: str) -> None:
     change = SCHEDULES[name]
@@ -167,7 +167,7 @@ def test_schedules_are_those_of_the_plain_loop(name: str, plan: str) -> None:
 FREEZING = ["tensor=2", "data=2,pipeline=2,microbatches=1", "data=2,every=2"]
 
 
-@pytest.mark.parametrize("plan", covering.one_in(2, covering.except_slow(FREEZING, FREEZING[1:2]), first=1))
+@pytest.mark.parametrize("plan", subsets.one_in(2, subsets.except_slow(FREEZING, FREEZING[1:2]), first=1))
 def test_a_freeze_goes_with_other_plans(plan: str) -> None:
     def change(step: int, model: Any) -> None:
         freeze(step, model)

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from polylane.compile.objectives import build_objectives
 from polylane.verify.verify import verify
-from training import assert_same, plainly, sgd, trained
+from tests.support.workers.training import assert_same, plainly, sgd, trained
 
 WORDS = 9
 

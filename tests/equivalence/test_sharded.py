@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_gan import BATCHES as SIZES
-from test_gan import LOSSES, images, network, plain_loop
-from test_gan import OPTIMIZERS as TWO
 from torch import Tensor, nn
 
-import covering
-from compiling import compile_training
 from polylane.compile.objectives import Objective, build_objectives
 from polylane.plan.spec import parse
 from polylane.program import lower
 from polylane.recipe import Mean
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.verify.rounding_floor import relative_error
 from polylane.verify.verify import verify
-from training import adamw, assert_same, batch_of, plainly, sgd, trained
+from tests.equivalence.test_gan import BATCHES as SIZES
+from tests.equivalence.test_gan import LOSSES, images, network, plain_loop
+from tests.equivalence.test_gan import OPTIMIZERS as TWO
+from tests.support import subsets
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import adamw, assert_same, batch_of, plainly, sgd, trained
 
 SHARDS = ("optimizer", "gradients", "parameters")
 BATCHES = [batch_of(samples, seed) for seed, samples in enumerate((9, 8, 6))]
@@ -113,7 +113,7 @@ def check(plan: str, optimizer: str) -> None:
         assert_same(worker, expected, 1e-9)
 
 
-@pytest.mark.parametrize("row", covering.one_in(2, rows()))
+@pytest.mark.parametrize("row", subsets.one_in(2, rows()))
 def test_covering(row: tuple[str, str]) -> None:
     check(*row)
 
@@ -150,7 +150,7 @@ def next_token(model: nn.Module, batch: Tensor) -> Mean:
 
 @pytest.mark.parametrize(
     ("plan", "shard"),
-    covering.one_in(
+    subsets.one_in(
         2,
         [
             ("data=2,microbatches=2", "optimizer"),
@@ -185,8 +185,8 @@ CONSTANT = [
 
 @pytest.mark.parametrize(
     "plan",
-    covering.one_in(
-        2, covering.except_slow(CONSTANT, ["data=2,shard=parameters", "data=2,shard=optimizer", CONSTANT[-1]])
+    subsets.one_in(
+        2, subsets.except_slow(CONSTANT, ["data=2,shard=parameters", "data=2,shard=optimizer", CONSTANT[-1]])
     ),
 )
 def test_what_one_objective_trains_is_constant_in_another(plan: str) -> None:

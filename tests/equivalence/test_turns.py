@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import table
-from test_hybrids import check, rows
+
+from tests.equivalence import table
+from tests.equivalence.test_hybrids import check, rows
 
 ROWS = """
 model     / sizes / plan                                                  / proof

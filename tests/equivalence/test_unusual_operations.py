@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polylane
-from training import assert_same, plainly, trained
+from tests.support.workers.training import assert_same, plainly, trained
 
 
 class Fourier(nn.Module):

@@ -11,9 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
-import models
-from compiling import compile_training
 from polylane.compile.compiled_graph import compile_graph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
@@ -30,6 +27,8 @@ from polylane.runtime.training_role import TrainingRole
 from polylane.schedule.action import Action
 from polylane.sharding.stage_layouts import StageLayouts
 from polylane.verify.verify import Verdict, batch_in_float64, verify_compiled
+from tests.support import models, subsets
+from tests.support.workers.compiling import compile_training
 
 
 class Model(nn.Module):
@@ -90,7 +89,7 @@ def culprit_of(training: tuple[CompiledTraining, Partition], plan: str) -> str:
     return result.culprit
 
 
-@pytest.mark.parametrize("plan", covering.one_in(2, ["data=2,microbatches=2", "pipeline=3,microbatches=2"]))
+@pytest.mark.parametrize("plan", subsets.one_in(2, ["data=2,microbatches=2", "pipeline=3,microbatches=2"]))
 def test_without_a_fault_it_passes(training: tuple[CompiledTraining, Partition], plan: str) -> None:
     result = verdict(training, plan)
     assert result.passed and result.culprit is None and result.replicas_equal

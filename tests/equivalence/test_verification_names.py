@@ -8,9 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import covering
-from compiling import compile_training
-from mutants.proofs import MODELS, Proof, objective_of
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.graph.operators.whole_batch_counts import WholeBatchStatistic
 from polylane.graph.precision import to_float64
@@ -20,6 +17,9 @@ from polylane.runtime.sync import local_sgd
 from polylane.verify.first_difference import find_differing_nodes
 from polylane.verify.record import ComparedTraining
 from polylane.verify.verify import Verdict, batch_in_float64, verify
+from tests.mutants.proofs import MODELS, Proof, objective_of
+from tests.support import subsets
+from tests.support.workers.compiling import compile_training
 
 
 def prepared(model: str, plan: str, loss: str = "mean") -> tuple[CompiledTraining, Any]:
@@ -45,7 +45,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize(
-    "exact", covering.one_in(2, covering.except_slow(EXACT, [EXACT[1], EXACT[2], EXACT[5], EXACT[7]]))
+    "exact", subsets.one_in(2, subsets.except_slow(EXACT, [EXACT[1], EXACT[2], EXACT[5], EXACT[7]]))
 )
 def test_of_exact_plans_the_gradient_of_every_value_agrees(exact: tuple[str, str]) -> None:
     """Or a verdict would name what is right."""
@@ -63,7 +63,7 @@ def verdict(model: str, plan: str, steps: int = 2) -> Verdict:
 
 
 @pytest.mark.parametrize(
-    "plan", covering.one_in(3, ["data=2,servers=1", "data=2,servers=2", "data=2,servers=1,dedicated=yes"])
+    "plan", subsets.one_in(3, ["data=2,servers=1", "data=2,servers=2", "data=2,servers=1,dedicated=yes"])
 )
 def test_an_optimizer_that_never_steps_is_not_asked_what_it_remembers(plan: str) -> None:
     """A worker where no server lives has an optimizer of its own, which stays as it was made."""
@@ -130,7 +130,7 @@ def test_replicas_that_agree_on_something_else(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-@pytest.mark.parametrize("model", covering.one_in(2, ["gpt", "network"]))
+@pytest.mark.parametrize("model", subsets.one_in(2, ["gpt", "network"]))
 def test_what_a_batch_counts_is_counted_by_other_code_than_the_plans(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,9 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
-import models
-from compiling import compile_training
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.program import lower
@@ -27,6 +24,8 @@ from polylane.runtime.pipeline import executor as worker
 from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.training_role import TrainingRole
 from polylane.verify.verify import Verdict, batch_in_float64, verify, verify_compiled
+from tests.support import models, subsets
+from tests.support.workers.compiling import compile_training
 
 SIDE, CLASSES = 16, 5
 
@@ -166,7 +165,7 @@ OPTIMIZERS = {"adamw": models.adamw, "sgd": models.sgd}
 
 @pytest.mark.parametrize(
     ("trained", "plan"),
-    covering.one_in(2, covering.pairs([f"{n} {o}" for n in NETWORKS for o in OPTIMIZERS], PLANS), several=True),
+    subsets.one_in(2, subsets.pairs([f"{n} {o}" for n in NETWORKS for o in OPTIMIZERS], PLANS), several=True),
 )
 def test_equal_plans_are_equal(trained: str, plan: str) -> None:
     network, optimizer = trained.split()
@@ -221,7 +220,7 @@ def test_a_mean_that_is_rounding_and_moves(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("network", "name"),
-    covering.one_in(
+    subsets.one_in(
         3, [("mobile", "blocks.0.excited.up.weight"), ("mobile", "stem.0.0.bias"), ("gpt", "head.weight")], several=True
     ),
 )
@@ -238,7 +237,7 @@ def test_a_gradient_that_is_off_in_the_second_step(monkeypatch: pytest.MonkeyPat
     fails(network, "data=2", f"that of {name}", "step 2")
 
 
-@pytest.mark.parametrize("network", covering.except_slow(["mobile", "gpt"], ["gpt"]))
+@pytest.mark.parametrize("network", subsets.except_slow(["mobile", "gpt"], ["gpt"]))
 def test_a_replica_whose_gradients_are_not_summed(monkeypatch: pytest.MonkeyPatch, network: str) -> None:
     init, wait = AllReducer.__init__, AllReducer.wait_bucket
 
@@ -255,7 +254,7 @@ def test_a_replica_whose_gradients_are_not_summed(monkeypatch: pytest.MonkeyPatc
     fails(network, "data=2", "gradient", first)
 
 
-@pytest.mark.parametrize("network", covering.except_slow(["mobile", "gpt"], ["gpt"]))
+@pytest.mark.parametrize("network", subsets.except_slow(["mobile", "gpt"], ["gpt"]))
 def test_parts_weighted_alike(monkeypatch: pytest.MonkeyPatch, network: str) -> None:
     backward = worker.StageRunner.backward
 
@@ -266,7 +265,7 @@ def test_parts_weighted_alike(monkeypatch: pytest.MonkeyPatch, network: str) -> 
     fails(network, "pipeline=2,microbatches=3", "every forward value of step 1 agrees", "gradient")
 
 
-@pytest.mark.parametrize("network", covering.except_slow(["mobile", "gpt"], ["gpt"]))
+@pytest.mark.parametrize("network", subsets.except_slow(["mobile", "gpt"], ["gpt"]))
 def test_a_stale_memory_of_the_optimizer(monkeypatch: pytest.MonkeyPatch, network: str) -> None:
     finish = TrainingRole._apply_update
 
@@ -279,7 +278,7 @@ def test_a_stale_memory_of_the_optimizer(monkeypatch: pytest.MonkeyPatch, networ
     fails(network, "tensor=2", "of step 2 agrees: what differs is an update", "exp_avg_sq")
 
 
-@pytest.mark.parametrize("network", covering.except_slow(["mobile", "gpt"], ["gpt"]))
+@pytest.mark.parametrize("network", subsets.except_slow(["mobile", "gpt"], ["gpt"]))
 def test_a_start_that_is_not_the_same(monkeypatch: pytest.MonkeyPatch, network: str) -> None:
     """Of the first step nothing is taken over from the reference."""
     init = Job.__init__

@@ -12,9 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
-import models
-from compiling import compile_training
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.graph.rounding_noise import MARGIN
@@ -28,6 +25,8 @@ from polylane.verify.rounding_floor import (
     measure_floors,
 )
 from polylane.verify.verify import Verdict, batch_in_float64, verify_compiled
+from tests.support import models, subsets
+from tests.support.workers.compiling import compile_training
 
 WIDTH, HEADS, VOCAB = 8, 2, 16
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -143,9 +142,9 @@ def verdict(plan: str, optimizer: Callable[[Named], torch.optim.Optimizer], clip
 
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
-    covering.one_in(
+    subsets.one_in(
         2,
-        covering.pairs(
+        subsets.pairs(
             ["data=2", "tensor=2", "pipeline=2,microbatches=2", "data=2,microbatches=2"], ["sharp_adamw", "signs"]
         ),
         several=True,
@@ -186,7 +185,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[nn.Param
 
 @pytest.mark.parametrize(
     ("name", "size", "step"),
-    covering.one_in(
+    subsets.one_in(
         2,
         [
             ("one.key.bias", 1e-3, 0),
@@ -214,7 +213,7 @@ def test_an_error_in_a_gradient_that_should_be_zero(
 
 @pytest.mark.parametrize(
     ("name", "part"),
-    covering.one_in(
+    subsets.one_in(
         3,
         [("one.key.bias", slice(None)), ("before.bias", slice(None)), ("two.all.bias", slice(WIDTH, 2 * WIDTH))],
         several=True,
@@ -245,7 +244,7 @@ def test_an_error_in_the_rest_of_a_gradient_that_is_zero_in_part(monkeypatch: py
     assert not result.passed and result.culprit is not None and "two.all.bias" in result.culprit
 
 
-@pytest.mark.parametrize("factor", covering.one_in(2, [-1.0, 0.0]))
+@pytest.mark.parametrize("factor", subsets.one_in(2, [-1.0, 0.0]))
 def test_a_tiny_gradient_is_not_taken_for_rounding(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Its error is invisible next to the other gradients, not next to what rounding makes of it."""
     spoil(monkeypatch, "faint.weight", lambda parameter: parameter.grad.mul_(factor), {0, 1})  # type: ignore[union-attr]
@@ -255,7 +254,7 @@ def test_a_tiny_gradient_is_not_taken_for_rounding(monkeypatch: pytest.MonkeyPat
     assert wrong == {"faint.weight"}
 
 
-@pytest.mark.parametrize("factor", covering.one_in(2, [1 + 1e-6, -1.0]))
+@pytest.mark.parametrize("factor", subsets.one_in(2, [1 + 1e-6, -1.0]))
 def test_an_error_in_the_memory_of_an_optimizer(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """It is there before any weight shows it."""
     finish = TrainingRole._apply_update

@@ -11,15 +11,14 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polylane
-from polylane.runtime.workers.fork import WorkerContext
-from polylane.runtime.workers.spawn import spawn_workers
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import start_workers
 
 
 class Network(nn.Module):
@@ -75,7 +74,6 @@ def add_up(state: Mapping[str, Tensor]) -> float:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     for each in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as saved:
-            print(json.dumps(spawn_workers(partial(train, each, saved), 2)[0]), flush=True)
+            print(json.dumps(start_workers(partial(train, each, saved), 2, start_method="spawn")[0]), flush=True)

@@ -1,6 +1,6 @@
 """``make fuzz``: inputs by the thousand, and what is wrong with how they ended.
 
-``python -m fuzzing --inputs 1000 --seed 1``; one of them again: ``--only 1/517``.
+``python -m tests.fuzzing --inputs 1000 --seed 1``; one of them again: ``--only 1/517``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from fuzzing.inputs import make_input
-from fuzzing.isolation import MEGABYTES, SECONDS, FuzzInput, FuzzOutcome, run_here, run_inputs
-from fuzzing.warm_start import warm_up
+from tests.fuzzing.inputs import make_input
+from tests.fuzzing.isolation import MEGABYTES, SECONDS, FuzzInput, FuzzOutcome, run_here, run_inputs
+from tests.fuzzing.warm_start import warm_up
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from fuzzing.isolation import FuzzInput, run_here
-from fuzzing.mutations import mutate_data, mutate_text
-from fuzzing.warm_start import warm_up
 from polylane.checkpoint.manifest import Chunk, Manifest, SavedTensor, format_manifest
+from tests.fuzzing.isolation import FuzzInput, run_here
+from tests.fuzzing.mutations import mutate_data, mutate_text
+from tests.fuzzing.warm_start import warm_up
 
 _DATA = bytes(range(64))
 _HEADER = json.dumps({"model/w": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}}).encode()

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from fuzzing.checkpoints import edited_checkpoint, mutated_checkpoint, trained_checkpoint
-from fuzzing.isolation import FuzzInput
-from fuzzing.mutations import mutate_data, mutate_text, odd_number, odd_word
-from fuzzing.recipes import WHOLE, broken_recipe
+from tests.fuzzing.checkpoints import edited_checkpoint, mutated_checkpoint, trained_checkpoint
+from tests.fuzzing.isolation import FuzzInput
+from tests.fuzzing.mutations import mutate_data, mutate_text, odd_number, odd_word
+from tests.fuzzing.recipes import WHOLE, broken_recipe
 
 TINY = "".join(WHOLE.values())
 
@@ -64,7 +64,7 @@ precision: float32
 """
 
 SCHEDULES = ("1f1b", "afab", "naive", "interleaved", "zb-h1", "zb-h2", "zb-v", "pipedream", "pipedream-2bw", "auto")
-MORE = "slow: {1: {times: 2.0, every: 3}}\nper_sample: [model]\n"
+MORE = "per_sample: [model]\n"
 
 KEYS = {
     "data": ("1", "2", "4"),
@@ -88,7 +88,6 @@ KEYS = {
     "servers": ("1", "2"),
     "dedicated": ("yes", "no"),
     "staleness": ("0", "any", "3"),
-    "slow": ("1:2", "0:2.5@3", "0:2+1:3"),
     "per_sample": ("model", "0+1"),
     "compile": ("no",),
 }

@@ -11,14 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from eager_and_captured import captured
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-import covering
-import models
-from counting import calls
 from polylane.errors import PolylaneError
 from polylane.graph.batch import cast_leaves, flatten
 from polylane.graph.capture.capture import capture
@@ -28,7 +24,10 @@ from polylane.graph.graph import Code, Graph, Node
 from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.partition import SLACK, Partition, align_partition, balance_stages, cut_positions
 from polylane.recipe import Mean
-from synthetic import node_seconds
+from tests.support import models, subsets
+from tests.support.call_counts import calls
+from tests.support.reference.eager_and_captured import captured
+from tests.support.synthetic_graphs import node_seconds
 
 
 def node(i: int, inputs: Sequence[int] = (), size: int = 4, free: bool = False, crossable: bool = True) -> Node:
@@ -59,7 +58,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 
 @given(graphs(), st.data())
-@settings(deadline=None, max_examples=covering.examples(200))
+@settings(deadline=None, max_examples=subsets.examples(200))
 def test_every_value_comes_straight_from_its_stage(graph: Graph, data: st.DataObject) -> None:
     allowed = cut_positions(graph)
     cuts = tuple(sorted(data.draw(st.sets(st.sampled_from(allowed))))) if allowed else ()
@@ -101,7 +100,7 @@ def travelling(graph: Graph, cuts: Sequence[int]) -> float:
 
 
 @given(graphs(), st.integers(2, 4), st.data())
-@settings(deadline=None, max_examples=covering.examples(300))
+@settings(deadline=None, max_examples=subsets.examples(300))
 def test_the_slowest_stage_is_as_fast_as_can_be_and_few_bytes_travel(graph: Graph, stages: int, data: Any) -> None:
     duration = st.just(0.0) | st.floats(1e-3, 9.0)
     seconds = data.draw(st.lists(duration, min_size=len(graph.nodes), max_size=len(graph.nodes)))
@@ -140,7 +139,7 @@ def test_an_opaque_model_is_not_cut() -> None:
     graph = capture(models.Branching(), models.classify, models.vectors(4, 0))
     with pytest.raises(PolylaneError, match="the model is opaque and cannot be cut") as caught:
         balance_stages(graph, 2, node_seconds(graph))
-    assert "modules.py" in str(caught.value)
+    assert "hard_models.py" in str(caught.value)
 
 
 # By hand -------------------------------------------------------------------------------------------------------------
@@ -180,7 +179,7 @@ def in_stages(
 CUTTABLE = [name for name in (*models.CASES, *models.TINY) if name != "branching"]
 
 
-@pytest.mark.parametrize("name", covering.one_in(3, covering.one_in(2, CUTTABLE), first=2))
+@pytest.mark.parametrize("name", subsets.one_in(3, subsets.one_in(2, CUTTABLE), first=2))
 def test_stages_by_hand_give_the_same_numbers(name: str) -> None:
     graph, model, case = captured(name, in_float64=True)
     leaves, rebuild = flatten(case.batch(3, 2))
@@ -240,16 +239,16 @@ def test_a_count_of_samples_is_made_anew() -> None:
 
 def cuttable(n: int) -> list[Any]:
     """Every n-th model, those that are captured for other tests; the others are slow."""
-    every = covering.one_in(n, [*models.CASES, *models.TINY])
+    every = subsets.one_in(n, [*models.CASES, *models.TINY])
     return [each for each in every if each.values[0] in CUTTABLE]
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, cuttable(4), first=1))
+@pytest.mark.parametrize("name", subsets.one_in(2, cuttable(4), first=1))
 def test_the_graph_of_evaluation_is_cut_where_the_first_was(name: str) -> None:
     cut_alike(captured(name)[0], captured(name, training=False)[0])
 
 
-@pytest.mark.parametrize("name", covering.one_in(3, cuttable(3), first=2))
+@pytest.mark.parametrize("name", subsets.one_in(3, cuttable(3), first=2))
 def test_a_graph_for_other_batches_is_cut_where_the_first_was(name: str) -> None:
     graph, other = captured(name)[0], captured(name, samples=3)[0]
     for reference, partition in cut_alike(graph, other):
@@ -292,6 +291,37 @@ def test_what_only_training_has_leaves_its_stage_empty() -> None:
     assert align_partition(Partition(training, (1, 2)), first).cuts == (0, 0)
     only = align_partition(Partition(training, (1, 2)), last)
     assert only.cuts == (1, 1) and [(c.value, c.consumers) for c in only.crossings] == [("stem/op", (2,))]  # the loss
+
+
+def test_a_module_that_several_stages_have_may_be_used_on_any_of_them() -> None:
+    """In training a network is used before and behind the one that is trained; later only behind it."""
+    training = graph_of(
+        [
+            named(0, "shared/op"),
+            named(1, "a/op"),
+            named(2, "b/op", ["a/op"]),
+            replace(named(3, "shared/op#2", ["b/op"]), module="shared", parameters=("shared.weight",)),
+        ]
+    )
+    later = graph_of([named(0, "a/op"), named(1, "b/op", ["a/op"]), named(2, "shared/op", ["b/op"])])
+    assert align_partition(Partition(training, (2,)), later).cuts == (1,)
+    assert align_partition(Partition(training, (3,)), later).cuts == (3,)  # on that of its namesake, if it may
+
+
+def test_a_sparse_tensor_of_the_batch_is_made_on_every_stage_and_never_sent() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x, indices, values = (leaf[0] for leaf in batch)
+        edges = torch.sparse_coo_tensor(indices, values, (4, 4), check_invariants=False)
+        return torch.sparse.mm(edges, model[1](torch.sparse.mm(edges, model[0](x)).tanh())).pow(2).mean()
+
+    indices = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    graph = capture(model, loss, (torch.ones(1, 4, 3), indices[None], torch.ones(1, 4)))
+    made = [node for node in graph.nodes if node.op.startswith("aten.sparse_coo_tensor")]
+    assert made and all(node.recomputable and not node.can_cross_stages for node in made)
+    partition = balance_stages(graph, 2, node_seconds(graph))
+    assert all({node.name for node in made} <= {node.name for node in partition.nodes(stage)} for stage in range(2))
+    assert not {crossing.value for crossing in partition.crossings} & {node.name for node in made}
 
 
 def test_pieces_that_come_to_wait_for_each_other_are_refused() -> None:

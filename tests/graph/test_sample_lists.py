@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import covering
 from polylane.graph.batch import batch_structure, cast_leaves, clone_leaves, flatten, sample_count, take_samples
 from polylane.graph.batch_checks import refuse_undividable
 from polylane.graph.sample_lists import SampleList
 from polylane.runtime.parameters.broadcast import digest_tensor
+from tests.support import subsets
 
 
 def images(count: int) -> list[torch.Tensor]:
@@ -63,7 +63,7 @@ def test_other_batches_are_as_they_were(name: str) -> None:
 
 
 @given(st.integers(1, 6), st.integers(0, 6), st.integers(0, 6))
-@settings(max_examples=covering.examples(40), deadline=None)
+@settings(max_examples=subsets.examples(40), deadline=None)
 def test_rows_and_entries_are_divided_alike(count: int, start: int, stop: int) -> None:
     start, stop = sorted((min(start, count), min(stop, count)))
     leaves, _ = flatten((images(count), targets(count)))

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import covering
 from polylane.cli import app
 from polylane.cluster.spec import parse
 from polylane.cost.operators.profile import Both, Profile
 from polylane.graph.graph import Graph
+from tests.support import subsets
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BATCH = 16
@@ -45,10 +45,10 @@ def profile_of(graph: Graph, *_: Any) -> Profile:
 
 @pytest.mark.parametrize(
     ("plan", "example"),
-    covering.one_in(
+    subsets.one_in(
         4,
         [
-            *covering.pairs(
+            *subsets.pairs(
                 ["data=2", "pipeline=2,microbatches=4", "tensor=2", "[data=2 | tensor=2],microbatches=1"],
                 ["digits", "gpt"],
             ),

@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
-from compiling import compile_training
 from polylane import Mean
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
@@ -36,11 +34,13 @@ from polylane.plan.spec import parse
 from polylane.profiling.time_operators import nominal_seconds
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.shards import ShardSpec
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.schedule.action import ActionKind
-from synthetic import chain, node_seconds
-from training import batch_of, classify, mlp, sgd
+from tests.support import subsets
+from tests.support.synthetic_graphs import chain, node_seconds
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import batch_of, classify, mlp, sgd
 
 
 def prepared_for(model: nn.Module, plan: str | Plan, batch: Any, loss: Any = classify) -> CompiledTraining:
@@ -108,7 +108,7 @@ def really_sent(prepared: CompiledTraining, batch: Any) -> dict[tuple[int, int, 
 
 @pytest.mark.parametrize(
     ("line", "samples"),
-    covering.one_in(
+    subsets.one_in(
         3,
         [
             ("pipeline=2,tensor=2", 8),
@@ -128,7 +128,7 @@ def test_bytes_are_those_that_are_sent(line: str, samples: int) -> None:
     assert_as_sent(prepared, batch, samples)
 
 
-@pytest.mark.parametrize(("start", "end"), covering.one_in(2, [(2, 1), (1, 2), (2, 3)], several=True))
+@pytest.mark.parametrize(("start", "end"), subsets.one_in(2, [(2, 1), (1, 2), (2, 3)], several=True))
 def test_bytes_of_a_mean_over_samples(start: int, end: int) -> None:
     """Every replica sends its mean to every rank of the other stage."""
     batch = batch_of(6)

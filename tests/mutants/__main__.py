@@ -22,10 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from mutants.forking import run, warm
-from mutants.planting import PACKAGE, Misfit, Mutant, mutated, plant
-from mutants.proofs import Outcome, answer
-from mutants.table import MUTANTS
+from tests.mutants.forking import run, warm
+from tests.mutants.planting import PACKAGE, Misfit, Mutant, mutated, plant
+from tests.mutants.proofs import Outcome, answer
+from tests.mutants.table import MUTANTS
 
 T = TypeVar("T")
 

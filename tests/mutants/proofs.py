@@ -264,7 +264,8 @@ def _audited(model: nn.Module, objective: Any, batches: Sequence[Any], plan: Any
     from polylane.compile.training_problem import TrainingProblem
     from polylane.errors import AuditFailed
     from polylane.runtime.job import Job
-    from polylane.runtime.workers.fork import WorkerContext, fork_workers
+    from polylane.runtime.workers.started_worker import WorkerContext
+    from polylane.runtime.workers.team import fork_workers
     from polylane.verify.audit.audit_report import AuditReport
     from polylane.verify.audit.audit_start import start_auditor
     from polylane.verify.audit.training_audit import attach_audit
@@ -293,9 +294,9 @@ def _audited(model: nn.Module, objective: Any, batches: Sequence[Any], plan: Any
 
 def _pinned(proof: Proof, model: nn.Module, objective: Any, batch: Any) -> Any:
     """The proof's plan, of one stage, as a plan file that says how some values lie."""
-    from compiling import compile_training
     from polylane.plan.plan import Plan
     from polylane.plan.spec import parse
+    from tests.support.workers.compiling import compile_training
 
     nodes, spec = (
         compile_training(model, {"loss": objective}, batch, "data=1").main_partition.graph.nodes,

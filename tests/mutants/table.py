@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.planting import Mutant
+from tests.mutants.planting import Mutant
 
 COVERING = "tests/equivalence/test_equivalence.py -k test_covering"
 
@@ -102,7 +102,7 @@ PASSES = [
     Mutant(
         "loss-of-unequal-parts", "the printed loss is the mean of the microbatches' means",
         "runtime.pipeline.executor:Executor._forward",
-        "mean = len(live.loss) == 1\n"
+        "mean = parts == 1\n"
         "state.loss_totals.append(total * part.samples if mean else total)\n"
         "state.loss_counts.append(part.samples if mean else live.loss[1].detach())",
         "state.loss_totals.append(total)\n"
@@ -213,7 +213,7 @@ STATISTICS = [
     Mutant(
         "running-variance-biased", "running variances are those of the samples, not the unbiased ones",
         "graph.operators.sync_batch_norm:batch_norm",
-        "variance * (total / (total - 1))",
+        "variance * (count / (count - 1))",
         "variance",
         "tests/placement/rules/test_normalization_rules.py", network="data=2 optimizer=adamw",
     ),
@@ -801,7 +801,8 @@ COUNTS = [
         "runtime.plain_data.serialization:_Reader.read_tensor",
         "self._position += size + -size % _ALIGN",
         "self._position += size",
-        "tests/runtime/transport/test_serialization.py", unseen="what workers tell each other beside what they compute",
+        "tests/runtime/plain_data/test_serialization.py",
+        unseen="what workers tell each other beside what they compute",
     ),
 ]  # fmt: skip
 

@@ -13,7 +13,7 @@ import torch
 from polylane.optim import LAMB, LARS, scaled_optimizer, split_decay_groups, warmed_scheduler
 from polylane.recipe import load
 from polylane.runtime.job import Job
-from training import workers
+from tests.support.workers.training import workers
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 BATCH, EPOCHS, WARMUP = 512, 20, 6

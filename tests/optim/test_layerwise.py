@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from layerwise import REFERENCES, gradients_of, random, reference_lamb, reference_lars, stepped
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
 from polylane.optim import LAMB, LARS, split_decay_groups
+from tests.optim.layerwise import REFERENCES, gradients_of, random, reference_lamb, reference_lars, stepped
 
 SHAPES = [(5, 3), (4,), (2, 3, 2, 2), ()]
 KINDS: dict[str, Any] = {"LARS": LARS, "LAMB": LAMB}

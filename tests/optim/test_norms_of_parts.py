@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import covering
 from polylane.compile.objectives import Objective
 from polylane.compile.optimizer_probe import LOOKS, find_whole_parameters
 from polylane.optim import LAMB, LARS, split_decay_groups, warmed_scheduler
 from polylane.optim.trust import TrustRatioOptimizer
 from polylane.runtime.job import Job
 from polylane.verify.verify import verify
-from training import assert_same, batch_of, classify, mlp, plainly, trained, workers
+from tests.support import subsets
+from tests.support.workers.training import assert_same, batch_of, classify, mlp, plainly, trained, workers
 
 Pairs = Sequence[tuple[str, nn.Parameter]]
 BATCHES = [batch_of(samples, seed) for seed, samples in enumerate((8, 7, 5))]
@@ -80,10 +80,10 @@ def test_sums_asked_for_by_one_worker_alone_are_told() -> None:
 
 
 def shapes(job: Job) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in job.held().items()}
+    return {name: tuple(tensor.shape) for name, tensor in job.worker.held().items()}
 
 
-@pytest.mark.parametrize(("plan", "name"), covering.pairs(["tensor=3", "data=2,tensor=2", BOTH], [*FACTORIES]))
+@pytest.mark.parametrize(("plan", "name"), subsets.pairs(["tensor=3", "data=2,tensor=2", BOTH], [*FACTORIES]))
 def test_parts_step_as_one_device_does(plan: str, name: str) -> None:
     factory, microbatches = FACTORIES[name], 2 if plan == BOTH else 1
     options: dict[str, Any] = {"optimizer": factory, "scheduler": warmed_scheduler(None, 2), "clip_norm": 0.5}
@@ -99,7 +99,7 @@ def test_parts_step_as_one_device_does(plan: str, name: str) -> None:
             assert gradient is None or tuple(gradient.shape) == worker.extra[name]
 
 
-@pytest.mark.parametrize(("plan", "name"), covering.pairs(["data=2", "pipeline=3,microbatches=2"], [*FACTORIES]))
+@pytest.mark.parametrize(("plan", "name"), subsets.pairs(["data=2", "pipeline=3,microbatches=2"], [*FACTORIES]))
 def test_whole_parameters_need_no_sums(plan: str, name: str) -> None:
     factory = FACTORIES[name]
 
@@ -135,7 +135,7 @@ def tied() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("plan", "name"),
-    covering.one_in(2, covering.pairs(["[data=2 | tensor=2],microbatches=2", BOTH], [*FACTORIES]), several=True),
+    subsets.one_in(2, subsets.pairs(["[data=2 | tensor=2],microbatches=2", BOTH], [*FACTORIES]), several=True),
 )
 def test_what_several_stages_hold_counts_once(plan: str, name: str) -> None:
     factory = FACTORIES[name]
@@ -167,7 +167,7 @@ def test_two_objectives_ask_for_sums_of_their_own() -> None:
             torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("factory", covering.one_in(2, [lars, lamb], first=1))
+@pytest.mark.parametrize("factory", subsets.one_in(2, [lars, lamb], first=1))
 def test_the_proof_passes(factory: Any) -> None:
     verdict = verify(mlp(*SIZES), Objective("loss", classify, factory), BATCHES, "tensor=2")
     assert verdict.passed and verdict.worst < 1e-9

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from training import assert_same, batch_of, mlp, plainly, trained
+from tests.support.workers.training import assert_same, batch_of, mlp, plainly, trained
 
 BATCHES = [batch_of(8, seed) for seed in range(2)]
 

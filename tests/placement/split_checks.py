@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -273,6 +273,42 @@ def uneven(size: int, degree: int, shift: int = 1) -> Cuts:
     return (tuple(max(0, p - shift) if 0 < p < size else p for p in ends),)
 
 
+def uneven_cuts(shape: Sequence[int], degree: int) -> dict[tuple[str, int, int], list[Cuts]]:
+    """Cuts of the first input that nobody else would ask for: uneven, with empty parts, and in two segments."""
+    cuts: dict[tuple[str, int, int], list[Cuts]] = {}
+    for dim, size in enumerate(shape):
+        if size > 1:
+            halves = join_cuts([even_cuts(size // 2, degree), uneven(size - size // 2, degree)])
+            cuts["in", 0, dim] = [uneven(size, degree), ((0, *[size] * degree),), halves]
+    return cuts
+
+
+def tensor(*shape: int, seed: int = 0, grad: bool = True) -> Tensor:
+    """Normal numbers in float64, the same ones for a shape and a seed."""
+    random = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_(grad)
+
+
+def names_of_cuts(checked: Iterable[Strategy]) -> set[str]:
+    """Names of the strategies that cut something."""
+    return {strategy.name for strategy in checked} - {"replicate", "replicate, with partial gradients"}
+
+
+def cut_inputs(checked: Iterable[Strategy]) -> set[int]:
+    """Dimensions of the first input along which some strategy cuts it."""
+    return {strategy.inputs[0].dim for strategy in checked if isinstance(strategy.inputs[0], Shard)}
+
+
+def cut_outputs(checked: Iterable[Strategy]) -> set[int]:
+    """Dimensions of the first output along which some strategy cuts it."""
+    return {strategy.outputs[0].dim for strategy in checked if isinstance(strategy.outputs[0], Shard)}
+
+
+def large_dims(shape: Iterable[int]) -> set[int]:
+    """Dimensions that can be cut: those of more than one entry."""
+    return {dim for dim, size in enumerate(shape) if size > 1}
+
+
 __all__ = [
     "REPLICATE_PARTIAL_GRAD",
     "Placement",
@@ -280,10 +316,16 @@ __all__ = [
     "Shard",
     "ThreadAxis",
     "check",
+    "cut_inputs",
+    "cut_outputs",
     "even_cuts",
     "join_cuts",
+    "large_dims",
+    "names_of_cuts",
     "on_rank",
     "on_threads",
+    "tensor",
     "travels",
     "uneven",
+    "uneven_cuts",
 ]  # fmt: skip

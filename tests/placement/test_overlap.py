@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from split_checks import ThreadAxis, on_rank, on_threads
 from torch import Tensor, fx, nn
 
 from polylane.graph.capture.capture import capture
@@ -21,6 +20,7 @@ from polylane.placement.overlap import (
 from polylane.placement.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD, Shard, even_cuts
 from polylane.placement.rewrite import AxisSplit, rewrite
 from polylane.placement.strategy import Strategy
+from tests.placement.split_checks import ThreadAxis, on_rank, on_threads
 
 aten = torch.ops.aten
 

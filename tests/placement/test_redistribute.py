@@ -8,7 +8,6 @@ from itertools import product
 
 import pytest
 import torch
-from split_checks import on_threads, uneven
 from torch import Tensor
 
 from polylane.placement.placement import (
@@ -23,6 +22,7 @@ from polylane.placement.placement import (
     join_cuts,
 )
 from polylane.placement.redistribute import Axis, Redistribute, local_shard
+from tests.placement.split_checks import on_threads, uneven
 
 SHAPE = (7, 6)
 

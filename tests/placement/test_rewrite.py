@@ -8,14 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import call_for, graph_of, on_rank
-from whole_graphs import on_mesh
 
-import covering
 from polylane.placement.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD, Placement, Shard, even_cuts
 from polylane.placement.rewrite import AxisSplit, State, rewrite_by_axis
 from polylane.placement.strategy import Strategy
 from polylane.sharding.layout import assemble_parts, local_part
+from tests.placement.split_checks import call_for, graph_of, on_rank
+from tests.placement.whole_graphs import on_mesh
+from tests.support import subsets
 
 SHAPE = (4, 5, 6)
 DEGREES = {"x": 2, "y": 3, "z": 2}
@@ -40,7 +40,7 @@ def dims(state: State) -> list[int]:
     return [p.dim for p in state if isinstance(p, Shard)]
 
 
-@settings(max_examples=covering.examples(300), deadline=None)
+@settings(max_examples=subsets.examples(300), deadline=None)
 @given(states(REPLICATE, REPLICATE_PARTIAL_GRAD, PARTIAL), states(REPLICATE, REPLICATE_PARTIAL_GRAD))
 def test_one_axis_at_a_time(have: State, needed: State) -> None:
     now, moves, detours = list(have), 0, 0

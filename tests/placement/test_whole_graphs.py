@@ -6,28 +6,27 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from whole_graphs import compare, random_split, subject
 
-import covering
-import models
 from polylane.placement.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD
 from polylane.placement.rewrite import AxisSplit
 from polylane.sharding.admissible import SplitDemands
 from polylane.sharding.solve import solve
+from tests.placement.whole_graphs import compare, random_split, subject
+from tests.support import models, subsets
 
 # "branching" has no graph.
 NAMES = tuple(name for name in (*models.TINY, *models.CASES) if name != "branching")
 DEGREES: tuple[dict[str, int], ...] = ({"tensor": 2}, {"tensor": 3}, {"sequence": 2}, {"sequence": 2, "tensor": 2})
 
 
-@pytest.mark.parametrize(("name", "degree"), covering.one_in(4, covering.pairs(NAMES, [2, 3]), several=True))
+@pytest.mark.parametrize(("name", "degree"), subsets.one_in(4, subsets.pairs(NAMES, [2, 3]), several=True))
 def test_any_choice_computes_the_same(name: str, degree: int) -> None:
     case = subject(name)
     shown, offered = case.at(degree)
     compare(case, {"x": random_split(shown, offered, degree, Random(f"{name} {degree}"))})
 
 
-@pytest.mark.parametrize("name", covering.one_in(4, NAMES))
+@pytest.mark.parametrize("name", subsets.one_in(4, NAMES))
 def test_any_choices_on_two_axes_compute_the_same(name: str) -> None:
     case, random = subject(name), Random(name)
     splits: dict[str, AxisSplit] = {}
@@ -38,7 +37,7 @@ def test_any_choices_on_two_axes_compute_the_same(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name, degrees",
-    covering.one_in(
+    subsets.one_in(
         3,
         [
             pytest.param(name, degrees, marks=[] if i % len(DEGREES) == j else pytest.mark.slow)

@@ -12,8 +12,6 @@ from random import Random
 from typing import Any
 
 import torch
-from eager_and_captured import captured
-from split_checks import Ring, ThreadAxis, on_rank, travels
 from torch import Tensor, fx
 
 from polylane.graph.batch import flatten
@@ -30,6 +28,8 @@ from polylane.sharding.admissible import SplitDemands, admissible_options
 from polylane.sharding.layout import assemble_parts, local_part
 from polylane.verify.rounding_floor import relative_error
 from polylane.verify.verify import TOLERANCE, batch_in_float64
+from tests.placement.split_checks import Ring, ThreadAxis, on_rank, travels
+from tests.support.reference.eager_and_captured import captured
 
 SAMPLES = 4
 FLOOR = 1e-3  # of the largest gradient: what is zero in truth is rounding, another number in every order of summation

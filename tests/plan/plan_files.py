@@ -14,7 +14,7 @@ from polylane.plan.fit_to_graph import plan_from_partition
 from polylane.plan.plan import Plan
 from polylane.plan.plan_file import dump, load
 from polylane.plan.spec import Spec
-from synthetic import chain
+from tests.support.synthetic_graphs import chain
 
 GRAPH = chain(6)
 PLAN = plan_from_partition(Partition(GRAPH, (2, 4)), Spec(data=2, pipeline=3, schedule="afab"), microbatches=4)

@@ -22,7 +22,6 @@ from polylane.plan.spec import parse
         ("data=4,shard=parameters,within=2", 3, "data=3,shard=parameters,microbatches=2"),
         ("data=4,shard=parameters,within=2", 2, "data=2,shard=parameters,within=2,microbatches=2"),
         ("data=2,replicas=round-robin", 3, None),
-        ("data=3,slow=2:2.5", 2, "data=2,microbatches=2"),
     ],
 )
 def test_fewer_replicas(plan: str, workers: int, natural: str | None) -> None:

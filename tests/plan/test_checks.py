@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_files import GRAPH, PLAN
 
 from polylane.errors import PolylaneError
 from polylane.plan.fit_to_graph import partition_for
 from polylane.plan.plan import Plan
 from polylane.plan.plan_file import dump, load
 from polylane.plan.stage import Stage
-from training import batch_of, mlp, workers
+from tests.plan.plan_files import GRAPH, PLAN
+from tests.support.workers.training import batch_of, mlp, workers
 
 WRONG: dict[str, tuple[list[dict[str, Any]], str]] = {
     "three devices for two replicas": (

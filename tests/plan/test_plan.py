@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_files import GRAPH, MESH, PLAN, edited, refusal
 
 from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
@@ -17,7 +16,8 @@ from polylane.plan.plan import Plan
 from polylane.plan.plan_file import dump, load
 from polylane.plan.recompute import RecomputeRule
 from polylane.plan.spec import Spec, default_microbatches, parse
-from synthetic import chain, graph
+from tests.plan.plan_files import GRAPH, MESH, PLAN, edited, refusal
+from tests.support.synthetic_graphs import chain, graph
 
 # Reading and writing
 
@@ -100,11 +100,11 @@ def test_devices_in_any_order() -> None:
 
 
 def test_one_line_says_all_that_a_line_can() -> None:
-    assert parse(PLAN.spec) == Spec(2, 3, "afab", 4)
+    assert parse(PLAN.spec) == Spec(2, 3, schedule="afab", microbatches=4)
     reduced = PLAN.model_copy(update={"precision": "bfloat16"})
-    assert parse(reduced.spec) == Spec(2, 3, "afab", 4, "bfloat16")
+    assert parse(reduced.spec) == Spec(2, 3, schedule="afab", microbatches=4, precision="bfloat16")
     assert MESH.spec == "data=2,pipeline=2,sequence=2,tensor=3,schedule=1f1b,microbatches=4"
-    assert parse(MESH.spec) == Spec(2, 2, "1f1b", 4, tensor=3, sequence=2)
+    assert parse(MESH.spec) == Spec(2, 2, 3, 2, microbatches=4)
     assert PLAN.spec == "data=2,pipeline=3,schedule=afab,microbatches=4"
 
 

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_files import PLAN, edited, refusal
 
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
 from polylane.plan.plan_file import dump, load
 from polylane.plan.spec import parse
-from polylane.plan.straggler import Straggler
 from polylane.plan.sync import SUM, OuterOptimizer, PowerSGDOptions, SyncOptions, TopKOptions
+from tests.plan.plan_files import PLAN, edited, refusal
 
 SAID = {
     "data=2": SUM,
@@ -46,12 +45,12 @@ def test_in_one_line(line: str) -> None:
 
 @pytest.mark.parametrize("line", SAID)
 def test_in_a_file(line: str, tmp_path: Path) -> None:
-    plan = PLAN.model_copy(update={"sync": SAID[line], "slow": {0: Straggler(times=2.5, every=3)}})
+    plan = PLAN.model_copy(update={"sync": SAID[line]})
     plan = Plan.model_validate(plan.model_dump())
     file = tmp_path / "plan.yaml"
     file.write_text(dump(plan))
     assert load(file) == plan
-    assert "slow=0:2.5@3" in plan.spec and all(word in plan.spec for word in plan.sync.to_words())
+    assert all(word in plan.spec for word in plan.sync.to_words())
 
 
 @pytest.mark.parametrize(
@@ -83,10 +82,6 @@ def test_in_a_file(line: str, tmp_path: Path) -> None:
         ("data=2,servers=1,dedicated=maybe", "dedicated=maybe must be yes or no"),
         ("data=2,servers=1,shard=optimizer", "exclude each other"),
         ("data=2,servers=1,every=2", "a parameter server does not take it"),
-        ("data=2,slow=1", "slow=1 must be RANK:TIMES"),
-        ("data=2,slow=1:0.5", "slow=1:0.5 must be RANK:TIMES"),
-        ("data=2,slow=1:2+1:3", "slow=1:2+1:3 names rank 1 twice"),
-        ("data=2,slow=1:2@0", "slow=1:2@0 must be RANK:TIMES"),
     ],
 )
 def test_what_is_refused(line: str, says: str) -> None:
@@ -121,7 +116,3 @@ def test_what_is_refused(line: str, says: str) -> None:
 )
 def test_what_a_file_is_refused_for(said: dict[str, Any], says: str, tmp_path: Path) -> None:
     assert says in refusal(edited(tmp_path, sync=said))
-
-
-def test_stragglers_that_are_not_there(tmp_path: Path) -> None:
-    assert "slow.9: there is no such rank among 6 workers" in refusal(edited(tmp_path, slow={9: 2.0}))

@@ -7,12 +7,10 @@ import math
 import numpy as np
 import pytest
 
-import covering
-import jobs
 from polylane.graph.graph import Graph
 from polylane.plan.fixed_keys import COMPARED, FixedKeys, ScheduleOption, parse_fixed
 from polylane.planner import advice
-from polylane.planner.ranked_plan import RankedPlan, realize_plan
+from polylane.planner.ranked_plan import RankedPlan, price_plan
 from polylane.planner.schedule_options import (
     GAIN,
     PLAIN_SCHEDULE,
@@ -34,16 +32,17 @@ from polylane.schedule.live import peak_live
 from polylane.schedule.problem import ScheduleProblem, lanes_to_orders, play_orders
 from polylane.schedule.schedules import ASYNCHRONOUS, assign_stages, schedule_lanes, splits_backward
 from polylane.schedule.stage_graph import StageGraph
+from tests.support import planning_graphs, subsets
 
 AMPLE = 1e15
-DEEP = jobs.blocks(16, 2048)
+DEEP = planning_graphs.blocks(16, 2048)
 
 
 def answered(
     line: str, cluster: str = "4:a100-80g", batch: int = 64, limit: float = AMPLE, graph: Graph = DEEP, workers: int = 4
 ) -> SearchResult:
     fixed = parse_fixed(line)
-    estimates = CurveCache(jobs.basis(graph, cluster), batch, sync=fixed.sync)
+    estimates = CurveCache(planning_graphs.basis(graph, cluster), batch, sync=fixed.sync)
     return search(estimates, SearchRequest((workers,), workers, limit, 3, shardings=fixed.shardings, fixed=fixed))
 
 
@@ -169,13 +168,17 @@ def peak_of(option: ScheduleOption, estimates: CurveCache) -> float:
     plain = rate_uniform_plan(estimates, uniform, AMPLE)
     changed = None if plain is None else change_schedule(estimates, plain, option)
     assert changed is not None
-    return realize_plan(estimates, changed).peak_bytes
+    return price_plan(estimates, changed).simulate().peak_bytes
 
 
 def test_what_keeps_more_microbatches_than_memory_has_room_for_is_not_chosen() -> None:
     """Room for as many live microbatches as there are stages: neither 2k - 1 of them, nor all."""
-    line, batch, graph = "data=1,sequence=1,tensor=1,pipeline=4,microbatches=16", 32, jobs.attending(8, 256, 2048, True)
-    estimates = CurveCache(jobs.basis(graph, "4:a100-80g"), batch)
+    line, batch, graph = (
+        "data=1,sequence=1,tensor=1,pipeline=4,microbatches=16",
+        32,
+        planning_graphs.attending(8, 256, 2048, True),
+    )
+    estimates = CurveCache(planning_graphs.basis(graph, "4:a100-80g"), batch)
     sizes = {option: peak_of(option, estimates) for option in COMPARED}
     limit = 1.1 * max(sizes["1f1b", 1], sizes["zb-h1", 1])
     assert sizes["zb-h2", 1] > limit and sizes["afab", 1] > 1.8 * limit
@@ -199,13 +202,13 @@ def every_plan(line: str, estimates: CurveCache, workers: int, limit: float) -> 
         for option in usable_options(COMPARED, uniform.stages, uniform.microbatches, estimates.max_stages, plain.sync):
             changed = change_schedule(estimates, plain, option)
             if changed is not None:
-                found.append(realize_plan(estimates, changed))
+                found.append(price_plan(estimates, changed).simulate())
     return [each for each in found if each.peak_bytes <= limit]
 
 
 @pytest.mark.parametrize(
     ("cluster", "batch", "share"),
-    covering.one_in(
+    subsets.one_in(
         2,
         [
             ("4:a100-80g", 16, 10.0),
@@ -218,9 +221,11 @@ def every_plan(line: str, estimates: CurveCache, workers: int, limit: float) -> 
 )
 def test_the_search_has_no_regret_beside_all_schedules_of_all_plans(cluster: str, batch: int, share: float) -> None:
     """Share: memory of a worker, in that of one device that trains alone."""
-    line, graph = "data=1,sequence=1,tensor=1", jobs.attending(6, 512, 1024, True)
-    estimates = CurveCache(jobs.basis(graph, cluster), batch)
-    alone = realize_plan(estimates, rate_uniform_plan(estimates, next(enumerate_uniform_plans(1, 1, batch, 1)), AMPLE))
+    line, graph = "data=1,sequence=1,tensor=1", planning_graphs.attending(6, 512, 1024, True)
+    estimates = CurveCache(planning_graphs.basis(graph, cluster), batch)
+    alone = price_plan(
+        estimates, rate_uniform_plan(estimates, next(enumerate_uniform_plans(1, 1, batch, 1)), AMPLE)
+    ).simulate()
     limit = share * alone.peak_bytes
     everything = every_plan(line, estimates, 4, limit)
     best = min(everything, key=lambda each: penalize(each.prediction.seconds, each.candidate.option))
@@ -244,8 +249,8 @@ def test_what_is_chosen_is_explained_beside_the_runner_up() -> None:
 
 def test_of_chunks_that_are_asked_for_the_schedule_that_fits_is_taken() -> None:
     """The estimate takes the faster of two schedules with two chunks; that which fits is found behind it."""
-    line, graph = "data=1,sequence=1,tensor=1,pipeline=4,microbatches=16", jobs.attending(8, 256, 2048, True)
-    estimates = CurveCache(jobs.basis(graph, "4:a100-80g"), 32)
+    line, graph = "data=1,sequence=1,tensor=1,pipeline=4,microbatches=16", planning_graphs.attending(8, 256, 2048, True)
+    estimates = CurveCache(planning_graphs.basis(graph, "4:a100-80g"), 32)
     sizes = {option: peak_of(option, estimates) for option in (("interleaved", 2), ("zb-v", 2))}
     leaner = min(sizes, key=sizes.__getitem__)
     best = best_of(f"{line},chunks=2", batch=32, limit=sizes[leaner] + 1, graph=graph)
@@ -253,7 +258,7 @@ def test_of_chunks_that_are_asked_for_the_schedule_that_fits_is_taken() -> None:
 
 
 def test_a_bound_of_all_schedules_is_no_more_than_any_estimate() -> None:
-    estimates = CurveCache(jobs.basis(jobs.blocks(4, 64), "8:a100-80g"), 16)
+    estimates = CurveCache(planning_graphs.basis(planning_graphs.blocks(4, 64), "8:a100-80g"), 16)
     for uniform in enumerate_uniform_plans(4, 4, 16, estimates.max_stages):
         least = min_step_seconds(estimates, uniform, COMPARED)
         for option in COMPARED:

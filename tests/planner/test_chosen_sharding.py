@@ -6,29 +6,28 @@ import itertools
 
 import pytest
 
-import covering
-import jobs
 from polylane.cost.predict import predict
 from polylane.plan.fixed_keys import FixedKeys, parse_fixed
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
 from polylane.planner.search import SearchRequest, SearchResult, search
 from polylane.planner.stage_curves import CurveCache
+from tests.support import planning_graphs, subsets
 
-GRAPH = jobs.blocks(4, 2048)
+GRAPH = planning_graphs.blocks(4, 2048)
 KINDS = ("none", "optimizer", "gradients", "parameters")
 
 
 def answered(
     fixed: FixedKeys, limit: float, batch: int = 64, cluster: str = "8:a100-80g", workers: int = 8
 ) -> SearchResult:
-    estimates = CurveCache(jobs.basis(GRAPH, cluster), batch, sync=fixed.sync)
+    estimates = CurveCache(planning_graphs.basis(GRAPH, cluster), batch, sync=fixed.sync)
     return search(estimates, SearchRequest((workers,), 8, limit, 3, shardings=fixed.shardings, fixed=fixed))
 
 
 def needed(kind: str) -> float:
     """Bytes of a worker of eight replicas that share this out."""
-    basis = jobs.basis(GRAPH, "8:a100-80g")
+    basis = planning_graphs.basis(GRAPH, "8:a100-80g")
     fitted = setup.fit_plan(basis, spec_of(f"data=8,shard={kind}"), 8)
     return max(stage.memory.total for stage in predict(basis, *fitted, 8).stages)
 
@@ -52,7 +51,7 @@ def test_a_plan_that_fits_only_in_parts_is_found_unasked() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", covering.one_in(2, ["shard=parameters", "shard=none", "data=2", "data=4,microbatches=2", "every=8"])
+    "line", subsets.one_in(2, ["shard=parameters", "shard=none", "data=2", "data=4,microbatches=2", "every=8"])
 )
 def test_what_the_user_fixes_is_kept(line: str) -> None:
     fixed = parse_fixed(line)

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import jobs
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
 from polylane.plan.fixed_keys import parse_fixed
 from polylane.plan.spec import Degrees
 from polylane.planner.advice import describe_candidate
-from polylane.planner.ranked_plan import realize_plan
+from polylane.planner.ranked_plan import price_plan
 from polylane.planner.schedule_options import usable_options
 from polylane.planner.search import SearchRequest, SearchResult, may_take_turns, search
 from polylane.planner.stage_curves import CurveCache
@@ -24,6 +23,7 @@ from polylane.planner.uniform_plans import UniformPlan, rate_uniform_plan, stage
 from polylane.schedule.live import peak_live
 from polylane.schedule.round_robin import replica_lanes
 from polylane.schedule.stage_graph import StageGraph
+from tests.support import planning_graphs
 
 AMPLE = 1e15
 SLOW_LINKS = "3x1:a100-80g,hosts=ethernet-10g"
@@ -42,7 +42,7 @@ class Light(nn.Module):
 
 def captured(model: nn.Module, *shape: int) -> Graph:
     names = [name for name, _ in model.named_parameters()]
-    return capture(model, jobs.mean_square, torch.zeros(2, *shape), trainable=names)
+    return capture(model, planning_graphs.mean_square, torch.zeros(2, *shape), trainable=names)
 
 
 @cache
@@ -65,7 +65,7 @@ def answered(
     line: str, graph: Graph, cluster: str, batch: int, workers: int, limit: float = AMPLE, top: int = 6
 ) -> SearchResult:
     fixed = parse_fixed(line)
-    estimates = CurveCache(jobs.basis(graph, cluster), batch, sync=fixed.sync)
+    estimates = CurveCache(planning_graphs.basis(graph, cluster), batch, sync=fixed.sync)
     return search(estimates, SearchRequest((workers,), workers, limit, top, shardings=fixed.shardings, fixed=fixed))
 
 
@@ -94,7 +94,7 @@ def test_where_they_are_asked_for_no_replicas_split() -> None:
 @pytest.mark.slow
 def test_equal_replicas_take_turns_unasked_only_where_they_spare_sums_of_statistics() -> None:
     """Else they are as fast as replicas that split; and statistics of whole batches are not given up for them."""
-    for graph, useful in ((normalized(), True), (jobs.blocks(4, 64), False)):
+    for graph, useful in ((normalized(), True), (planning_graphs.blocks(4, 64), False)):
         every = answered("", graph, "4x1:a100-80g,hosts=ethernet-10g", 16, 4, top=1).fitting_candidates
         uniform = [each for each in every if each.takes_turns and len(set(each.meshes)) == 1]
         assert bool(uniform) == useful
@@ -104,7 +104,7 @@ def test_equal_replicas_take_turns_unasked_only_where_they_spare_sums_of_statist
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_equal_replicas_in_turn_take_and_hold_what_each_would_alone(microbatches: int) -> None:
     """A replica has the samples, passes and messages of one that splits half as many microbatches, but no sums."""
-    estimates = CurveCache(jobs.basis(normalized(), "4x1:a100-80g,hosts=ethernet-10g"), 64)
+    estimates = CurveCache(planning_graphs.basis(normalized(), "4x1:a100-80g,hosts=ethernet-10g"), 64)
     split = UniformPlan(2, 2, 1, 1, microbatches)
     turns = split.in_turn()
     assert turns.microbatches == 2 * microbatches and turns.own_microbatches == microbatches
@@ -114,19 +114,19 @@ def test_equal_replicas_in_turn_take_and_hold_what_each_would_alone(microbatches
     plain = rate_uniform_plan(estimates, split, AMPLE)
     found = rate_uniform_plan(estimates, turns, AMPLE)
     assert plain is not None and found is not None and found.seconds < plain.seconds
-    exact = realize_plan(estimates, found)
+    exact = price_plan(estimates, found).simulate()
     assert exact.plan.takes_turns and exact.plan.turns(0) == microbatches
     # What a step costs them once, the means and variances of all microbatches, is known to the simulator alone.
     assert found.seconds <= exact.prediction.seconds < 1.25 * found.seconds
 
 
 def test_estimates_of_unequal_stages_are_near_what_is_simulated() -> None:
-    estimates = CurveCache(jobs.basis(light_then_heavy(), SLOW_LINKS), 16)
+    estimates = CurveCache(planning_graphs.basis(light_then_heavy(), SLOW_LINKS), 16)
     candidates = search_unequal_meshes(estimates, 3, AMPLE, in_turn=True)
     assert [each.microbatches for each in candidates] == [2, 4, 8, 16]
     for each in candidates:
         assert each.takes_turns and each.turns == tuple(mesh.data for mesh in each.meshes)
-        exact = realize_plan(estimates, each)
+        exact = price_plan(estimates, each).simulate()
         assert each.seconds == pytest.approx(exact.prediction.seconds, rel=0.35)
 
 
@@ -136,7 +136,7 @@ def test_a_stage_is_rated_with_the_microbatches_that_its_replicas_hold(
     replicas: tuple[int, ...], microbatches: int
 ) -> None:
     workers = sum(replicas)
-    estimates = CurveCache(jobs.basis(jobs.blocks(3, 64), "8:a100-80g"), 64)
+    estimates = CurveCache(planning_graphs.basis(planning_graphs.blocks(3, 64), "8:a100-80g"), 64)
     looking = StageMeshSearch(estimates, workers, microbatches, AMPLE, in_turn=True)
     options = [next(each for each in looking.options if each.mesh == Degrees(count)) for count in replicas]
     held = [
@@ -166,7 +166,7 @@ def test_only_schedules_that_they_may_have_are_compared() -> None:
 
 
 def test_what_replicas_in_turn_cannot_do_is_not_searched() -> None:
-    basis = jobs.basis(light_then_heavy(), SLOW_LINKS)
+    basis = planning_graphs.basis(light_then_heavy(), SLOW_LINKS)
     assert may_take_turns(CurveCache(basis, 16))
     assert not may_take_turns(CurveCache(basis, 16, sync=parse_fixed("every=4").sync))
     found = answered("every=4", light_then_heavy(), SLOW_LINKS, 16, 3)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-import covering
-import jobs
 from polylane.plan.fixed_keys import parse_fixed
 from polylane.planner import order_trials
 from polylane.planner.order_trials import try_found_orders
 from polylane.planner.ranked_plan import RankedPlan, weigh
 from polylane.planner.search import SearchRequest, search
 from polylane.planner.stage_curves import CurveCache
+from tests.support import planning_graphs, subsets
 
 # Five blocks on four workers: no cut makes the stages equal, and no named schedule knows.
-UNEVEN = jobs.blocks(5, 2048)
+UNEVEN = planning_graphs.blocks(5, 2048)
 
 
 def best_of(line: str, limit: float = 1e15, batch: int = 64) -> RankedPlan:
     fixed = parse_fixed(line)
-    estimates = CurveCache(jobs.basis(UNEVEN, "4:a100-80g"), batch, sync=fixed.sync)
+    estimates = CurveCache(planning_graphs.basis(UNEVEN, "4:a100-80g"), batch, sync=fixed.sync)
     wish = SearchRequest((4,), 4, limit, 2, fixed=fixed)
     return try_found_orders(search(estimates, wish)).ranked_plans[0]
 
@@ -28,7 +27,7 @@ def weighted(found: RankedPlan) -> float:
     return weigh(found.candidate, found.prediction.seconds)
 
 
-@pytest.mark.parametrize("line", covering.one_in(2, ["pipeline=4,microbatches=4", "pipeline=4,microbatches=8"]))
+@pytest.mark.parametrize("line", subsets.one_in(2, ["pipeline=4,microbatches=4", "pipeline=4,microbatches=8"]))
 def test_the_best_plan_is_no_slower_for_the_search_of_an_order(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = best_of(line)
     monkeypatch.setattr(order_trials, "MOST_PASSES", 0)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import jobs
 from polylane.cost.predict import predict
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
@@ -15,6 +14,7 @@ from polylane.plan.spec import Degrees
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
 from polylane.planner.uniform_plans import UniformPlan, rate_uniform_plan
+from tests.support import planning_graphs
 
 HIDDEN = 1024
 
@@ -25,7 +25,7 @@ def adapted() -> Graph:
         parts = [(nn.Linear(HIDDEN, HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN, bias=False)) for _ in range(4)]
         model = nn.Sequential(*(layer for pair in parts for layer in pair))
     trained = [n for i, (n, _) in enumerate(model.named_parameters()) if i % 4 == 3]
-    return capture(model, jobs.mean_square, torch.zeros(2, HIDDEN), trainable=trained)
+    return capture(model, planning_graphs.mean_square, torch.zeros(2, HIDDEN), trainable=trained)
 
 
 GRAPH = adapted()
@@ -33,7 +33,7 @@ EACH = HIDDEN * HIDDEN * 4
 
 
 def test_frozen_elements_are_not_counted_as_trained() -> None:
-    curves = jobs.estimates(GRAPH, "4:a100-80g", 16).curves(Degrees(), 16, (0,))
+    curves = planning_graphs.estimates(GRAPH, "4:a100-80g", 16).curves(Degrees(), 16, (0,))
     assert curves.elements[-1] == 2 * HIDDEN * HIDDEN
     assert curves.frozen_bytes[-1] == 6 * EACH
     assert (np.diff(curves.frozen_bytes) >= 0).all()
@@ -41,7 +41,7 @@ def test_frozen_elements_are_not_counted_as_trained() -> None:
 
 @pytest.mark.parametrize("data", [1, 4])
 def test_the_estimate_of_memory_is_that_of_the_prediction(data: int) -> None:
-    found = jobs.estimates(GRAPH, "4:a100-80g", 16)
+    found = planning_graphs.estimates(GRAPH, "4:a100-80g", 16)
     candidate = rate_uniform_plan(found, UniformPlan(data, 1, 1, 1, 1), np.inf)
     partition, plan = setup.fit_plan(found.basis, spec_of(f"data={data}"), 16)
     (stage,) = predict(found.basis, partition, plan, 16).stages
@@ -51,7 +51,7 @@ def test_the_estimate_of_memory_is_that_of_the_prediction(data: int) -> None:
 
 
 def test_a_tensor_axis_splits_frozen_parameters_too() -> None:
-    basis = jobs.basis(GRAPH, "4:a100-80g")
+    basis = planning_graphs.basis(GRAPH, "4:a100-80g")
     whole, split = (
         predict(basis, *setup.fit_plan(basis, spec_of(p), 64), 64).stages[0] for p in ("data=1", "tensor=4")
     )

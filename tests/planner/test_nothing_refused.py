@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
-from compiling import compile_training
 from polylane.cluster.spec import parse
 from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
@@ -22,7 +20,9 @@ from polylane.errors import PolylaneError
 from polylane.plan.fixed_keys import NOTHING_FIXED, parse_fixed
 from polylane.planner.find_plans import find_plans
 from polylane.planner.search import SearchResult
-from training import OverAll
+from tests.support import subsets
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import OverAll
 
 SAMPLES = 16
 
@@ -121,7 +121,7 @@ QUICK += [(name, "pipeline=2") for name in ("updates that depend on each other",
 SLOW = [pair for pair in EVERY if pair not in QUICK]
 
 
-@pytest.mark.parametrize("pair", covering.except_slow(EVERY, SLOW))
+@pytest.mark.parametrize("pair", subsets.except_slow(EVERY, SLOW))
 def test_what_a_search_finds_the_training_takes(pair: tuple[str, str]) -> None:
     name, keys = pair
     problem, found = searched(name, keys)

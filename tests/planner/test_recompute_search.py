@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-import jobs
 from polylane.cost.predict import CostModel, predict
 from polylane.plan.recompute import BUDGET, NONE
 from polylane.planner.recompute_search import search_with_recomputation
 from polylane.planner.search import SearchRequest, SearchResult, search
 from polylane.planner.stage_curves import CurveCache
+from tests.support import planning_graphs
 
 BATCH = 8192
 
 
 def found(limit: float, fixed: str | None = None) -> SearchResult:
-    basis = jobs.basis(jobs.blocks(8, 256), "1:a100-80g")
+    basis = planning_graphs.basis(planning_graphs.blocks(8, 256), "1:a100-80g")
     wish = SearchRequest((1,), 1, limit)
 
     def once(prices: CostModel) -> SearchResult:
@@ -41,7 +41,9 @@ def test_what_does_not_fit_is_recomputed_as_little_as_needed(share: float) -> No
     best = answer.ranked_plans[0]
     assert best.peak_bytes <= limit
     # The prediction is that of the plan which is written, with what the runtime recomputes.
-    again = predict(jobs.basis(jobs.blocks(8, 256), "1:a100-80g"), best.partition, best.plan, BATCH)
+    again = predict(
+        planning_graphs.basis(planning_graphs.blocks(8, 256), "1:a100-80g"), best.partition, best.plan, BATCH
+    )
     assert again.seconds == pytest.approx(best.prediction.seconds, rel=1e-9)
     assert best.prediction.seconds >= whole.ranked_plans[0].prediction.seconds
     if best.plan.recompute.startswith(BUDGET):

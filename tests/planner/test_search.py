@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import covering
-import jobs
 from polylane.graph.graph import Graph
 from polylane.planner import advice
 from polylane.planner.balance import BalancedCuts
-from polylane.planner.ranked_plan import realize_plan
+from polylane.planner.ranked_plan import price_plan
 from polylane.planner.search import SearchRequest, SearchResult, search
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan, enumerate_uniform_plans, min_step_seconds, rate_uniform_plan
+from tests.support import planning_graphs, subsets
 
 TIMES = st.lists(st.integers(1, 20), min_size=2, max_size=8)
 
@@ -31,7 +30,7 @@ def estimates_of(graph: Graph, cluster: str, batch: int) -> CurveCache:
     key = id(graph), cluster, batch
     if key not in _latest:
         _latest.clear()
-        _latest[key] = graph, jobs.estimates(graph, cluster, batch)
+        _latest[key] = graph, planning_graphs.estimates(graph, cluster, batch)
     return _latest[key][1]
 
 
@@ -82,9 +81,9 @@ def test_uniform_plans_use_all_workers(workers: int, inner: int, batch: int, pie
         assert plan.data * plan.microbatches <= batch
 
 
-@pytest.mark.parametrize("limit", covering.one_in(2, [80e9, 20e6]))
+@pytest.mark.parametrize("limit", subsets.one_in(2, [80e9, 20e6]))
 def test_nothing_that_is_passed_over_could_be_the_best(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, cluster = jobs.blocks(4, 256), "8:a100-80g,link=pcie-3"
+    graph, cluster = planning_graphs.blocks(4, 256), "8:a100-80g,link=pcie-3"
     near = answered(graph, cluster, 64, (8,), limit)
     monkeypatch.setattr("polylane.planner.search.FAR", np.inf)
     every = answered(graph, cluster, 64, (8,), limit)
@@ -96,21 +95,23 @@ def test_nothing_that_is_passed_over_could_be_the_best(limit: float, monkeypatch
 
 
 def test_no_plan_takes_less_than_its_floor() -> None:
-    graph, cluster = jobs.blocks(4, 64), "8:a100-80g"
-    found = jobs.estimates(graph, cluster, 16)
+    graph, cluster = planning_graphs.blocks(4, 64), "8:a100-80g"
+    found = planning_graphs.estimates(graph, cluster, 16)
     for plan in enumerate_uniform_plans(4, 4, 16, found.max_stages):
         candidate = rate_uniform_plan(found, plan, np.inf)
         assert candidate is None or min_step_seconds(found, plan) <= candidate.seconds * (1 + 1e-12)
 
 
 def test_what_was_passed_over_is_looked_at_where_all_others_turn_out_too_big(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, cluster = jobs.blocks(4, 256), "8:a100-80g,link=pcie-3"
+    graph, cluster = planning_graphs.blocks(4, 256), "8:a100-80g,link=pcie-3"
     seen = list[int]()
 
     def exact(estimates: object, candidates: list[RatedPlan], wish: object, finalists: int, told: object) -> object:
         seen.append(len(candidates))
         return (
-            ([], {id(c): c for c in candidates}) if len(seen) == 1 else ([realize_plan(estimates, candidates[-1])], {})
+            ([], {id(c): c for c in candidates})
+            if len(seen) == 1
+            else ([price_plan(estimates, candidates[-1]).simulate()], {})
         )
 
     monkeypatch.setattr("polylane.planner.search._exact", exact)
@@ -120,7 +121,7 @@ def test_what_was_passed_over_is_looked_at_where_all_others_turn_out_too_big(mon
 
 
 def test_what_is_shown_fits_when_it_is_predicted_exactly() -> None:
-    graph, cluster = jobs.blocks(8, 1024), "4:a100-80g"
+    graph, cluster = planning_graphs.blocks(8, 1024), "4:a100-80g"
     free = answered(graph, cluster, 64, (4,))
     sizes = sorted(max(stage.memory.total for stage in found.prediction.stages) for found in free.ranked_plans)
     bound = sizes[0] + 1  # of the best plans only the leanest is within it
@@ -129,12 +130,12 @@ def test_what_is_shown_fits_when_it_is_predicted_exactly() -> None:
 
 
 def test_what_fits_and_has_samples_enough_is_replicated() -> None:
-    best = answered(jobs.blocks(8, 1024), "4:a100-80g", 4096, (4, 2, 1)).ranked_plans[0]
+    best = answered(planning_graphs.blocks(8, 1024), "4:a100-80g", 4096, (4, 2, 1)).ranked_plans[0]
     assert best.plan.spec.startswith("data=4,pipeline=1,"), best.plan.spec
 
 
 def test_what_does_not_fit_is_divided() -> None:
-    graph = jobs.blocks(8, 1024)
+    graph = planning_graphs.blocks(8, 1024)
     weights = sum(info.bytes for info in graph.parameters.values())
     found = answered(graph, "4:a100-80g", 64, (4,), limit=2.5 * weights)
     assert found.too_large_candidates, "replicas hold all weights, gradients and states: four times the weights"
@@ -149,7 +150,7 @@ def test_what_does_not_fit_is_divided() -> None:
 
 
 def test_operators_are_split_inside_hosts_and_the_rest_across() -> None:
-    graph = jobs.blocks(8, 4096)
+    graph = planning_graphs.blocks(8, 4096)
     weights = sum(info.bytes for info in graph.parameters.values())
     found = answered(graph, "2x4:a100-80g,hosts=ethernet-10g", 64, (8,), limit=1.2 * weights)
     for each in found.ranked_plans:
@@ -161,13 +162,13 @@ def test_operators_are_split_inside_hosts_and_the_rest_across() -> None:
 
 
 def test_branches_get_stages_of_their_own_where_nothing_else_helps() -> None:
-    found = answered(jobs.example("inception"), "4:cpu,link=nvlink-3", 1, (4, 2, 1), limit=4e9)
+    found = answered(planning_graphs.example("inception"), "4:cpu,link=nvlink-3", 1, (4, 2, 1), limit=4e9)
     assert found.ranked_plans[0].candidate.stage_of_piece, "one sample: no replicas, no microbatches"
     assert found.ranked_plans[0].plan.pipeline > 1
 
 
 def test_one_device_is_better_where_messages_cost_more_than_they_save() -> None:
-    found = answered(jobs.blocks(2, 16), "2x1:a100-80g,hosts=ethernet-10g", 8, (2, 1))
+    found = answered(planning_graphs.blocks(2, 16), "2x1:a100-80g,hosts=ethernet-10g", 8, (2, 1))
     assert found.ranked_plans[0].plan.workers == 1
     said = advice.advice_sentences(advice.advise(found), found.ranked_plans[0], str)
     assert any(line.startswith("One device is better than several") for line in said)
@@ -176,7 +177,7 @@ def test_one_device_is_better_where_messages_cost_more_than_they_save() -> None:
 def test_where_the_host_is_what_a_step_waits_for_it_is_said() -> None:
     """Tiny operators take a GPU less time than issuing them takes the host; large ones do not."""
     for hidden, batch, bound in ((16, 8, True), (4096, 16, False)):
-        graph = jobs.blocks(2, hidden)
+        graph = planning_graphs.blocks(2, hidden)
         answer = answered(graph, "2:h100-80g", batch, (1,))
         found = answer.ranked_plans[0]
         parts = {part.name: part.share for part in advice.step_shares(found.prediction)}
@@ -187,13 +188,13 @@ def test_where_the_host_is_what_a_step_waits_for_it_is_said() -> None:
 
 
 def test_nothing_fits() -> None:
-    found = answered(jobs.blocks(8, 1024), "2:a100-80g", 8, (2, 1), limit=1e6)
+    found = answered(planning_graphs.blocks(8, 1024), "2:a100-80g", 8, (2, 1), limit=1e6)
     assert not found.ranked_plans and found.too_large_candidates
 
 
 @pytest.mark.parametrize("factor", [2.0, 4.0])
 def test_links_of_so_many_times_the_bandwidth(factor: float) -> None:
-    cluster = jobs.basis(jobs.blocks(2, 16), "2x4:a100-80g").cluster
+    cluster = planning_graphs.basis(planning_graphs.blocks(2, 16), "2x4:a100-80g").cluster
     faster = advice.with_faster_links(cluster, factor)
     assert faster.link((0, 1)).bandwidth == factor * cluster.link((0, 1)).bandwidth
     assert faster.link((0, 4)).bandwidth == factor * cluster.link((0, 4)).bandwidth

@@ -7,13 +7,13 @@ import itertools
 import numpy as np
 import pytest
 
-import jobs
 from polylane.planner.stage_meshes import BOUNDS, Chosen, StageMeshSearch, choose_positions, search_unequal_meshes
+from tests.support import planning_graphs
 
 
 def found(workers: int, microbatches: int, limit: float = 1e12, in_turn: bool = False) -> StageMeshSearch:
-    graph = jobs.blocks(3, 64)
-    return StageMeshSearch(jobs.estimates(graph, "8:a100-80g", 32), workers, microbatches, limit, in_turn)
+    graph = planning_graphs.blocks(3, 64)
+    return StageMeshSearch(planning_graphs.estimates(graph, "8:a100-80g", 32), workers, microbatches, limit, in_turn)
 
 
 def every(search: StageMeshSearch, bound: float) -> list[Chosen]:
@@ -76,8 +76,8 @@ def test_the_best_is_that_of_all_bounds(in_turn: bool) -> None:
 
 
 def test_candidates_use_all_workers_on_unequal_meshes() -> None:
-    graph = jobs.blocks(3, 64)
-    estimates = jobs.estimates(graph, "4:a100-80g", 32)
+    graph = planning_graphs.blocks(3, 64)
+    estimates = planning_graphs.estimates(graph, "4:a100-80g", 32)
     for candidate in search_unequal_meshes(estimates, 4, 1e12):
         assert candidate.workers == 4 and len(set(candidate.meshes)) > 1
         assert list(candidate.cuts) == sorted(set(candidate.cuts))
@@ -86,6 +86,6 @@ def test_candidates_use_all_workers_on_unequal_meshes() -> None:
 
 
 def test_of_many_places_some_are_looked_at() -> None:
-    estimates = jobs.estimates(jobs.blocks(40, 16), "4:a100-80g", 32)
+    estimates = planning_graphs.estimates(planning_graphs.blocks(40, 16), "4:a100-80g", 32)
     places = choose_positions(estimates)
     assert len(places) <= 48 and places[0] == 0 and places[-1] == len(estimates.positions) - 1

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from measured import small
 from polylane.probe import cases as sweep
 from polylane.probe.cases import OperatorCase
+from tests.support.known_measurements import small
 
 CASES = {f"{case.name} {index}": case for index, case in enumerate((*small(), *sweep.cpu_cases()))}
 

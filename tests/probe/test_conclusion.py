@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from measured import messages
 from polylane.cluster import cluster_file as read
 from polylane.cluster.catalogue import device_presets
 from polylane.cluster.device import Device
@@ -16,6 +15,7 @@ from polylane.probe.conclusion import conclude
 from polylane.probe.device_speed import TimedCase
 from polylane.probe.measure import Accelerator, WorkerMeasurements
 from polylane.yaml_file import parse
+from tests.support.known_measurements import messages
 
 H200 = Device.model_validate(device_presets()["h200"])
 LINK = Link(bandwidth=3e11, latency=2e-5, latencies={"send": 9e-6}, cpu=0.9)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from measured import operators
 from polylane.cluster.device import Device
 from polylane.cost.operators.operation import PassDemand
 from polylane.probe.fit_device import fit_device, fit_errors
+from tests.support.known_measurements import operators
 
 BANDWIDTH = 2e10
 BASE = Device(kind="core", type="cpu", memory=1 << 30, flops={"float32": 1.0}, bandwidth=1.0, price=0.5)

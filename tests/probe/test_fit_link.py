@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from measured import messages
 from polylane.cluster.link import Link
 from polylane.probe.fit_link import fit_link, link_errors
+from tests.support.known_measurements import messages
 
 OWN: dict[str, Any] = {
     "bandwidth": 2e9,

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from measured import cluster, messages, operators
 from polylane.cluster import cluster_file as read
 from polylane.cluster.catalogue import device_presets
 from polylane.cluster.cluster import Cluster
@@ -22,6 +21,7 @@ from polylane.probe.conclusion import conclude
 from polylane.probe.interleaved_sums import time_delay
 from polylane.probe.measure import TransportMeasurements, WorkerMeasurements
 from polylane.yaml_file import parse
+from tests.support.known_measurements import cluster, messages, operators
 
 LINK = Link(bandwidth=8e9, latency=4e-5, hop=1e-6, sums={2: 5e-4, 4: 1.5e-3})
 FILE = """

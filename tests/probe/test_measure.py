@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from measured import quick
 from polylane.cluster import cluster_file as read
 from polylane.errors import PolylaneError
+from polylane.probe import measure
 from polylane.probe.conclusion import conclude
 from polylane.probe.effort import Effort, concurrent_counts, thorough
 from polylane.probe.link_speed import summing_groups
 from polylane.probe.measure import WorkerMeasurements, further_dtypes, measure_machine, traffic_worlds
 from polylane.yaml_file import parse
-from processes import children
+from tests.support.known_measurements import quick
+from tests.support.workers.child_processes import children
 
 torch.set_num_threads(1)
 
@@ -94,6 +95,12 @@ def test_one_worker_has_no_links() -> None:
     measured = conclude(seen, 1)
     assert measured.cluster.count == 1 and measured.link is None
     assert read.from_mapping(parse(measured.text("now", 0.0))) == measured.cluster
+
+
+def test_copies_that_cannot_run_at_once_are_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "measure_model_contention", lambda *arguments: {})
+    with pytest.raises(PolylaneError, match="3 copies of a small model cannot run here at once; give fewer --workers"):
+        measure._measure_contention(quick(), 3)
 
 
 @pytest.mark.parametrize("workers", [0, 100_000])

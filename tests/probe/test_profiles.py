@@ -16,7 +16,7 @@ from polylane.cost.operators.profile import Profile
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
 from polylane.probe.profiles import folder, load_profile, path_of, save_profile
-from synthetic import chain
+from tests.support.synthetic_graphs import chain
 
 CPU = Device.model_validate(device_presets()["cpu"])
 GRAPH = chain(3)

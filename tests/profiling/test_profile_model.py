@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 
-import jobs
-import models
 from polylane.graph.batch import clone_leaves, flatten
 from polylane.profiling.profile_model import NORM, profiled
 from polylane.profiling.time_operators import measure_both
+from tests.support import models, planning_graphs
 
 
 def test_normalizations_are_measured_among_replicas_too() -> None:
-    case, graph = models.example_case("digits"), jobs.example("digits")
+    case, graph = models.example_case("digits"), planning_graphs.example("digits")
     model, batch = case.model(), case.batch(4, 0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     leaves, rebuild = flatten(batch)

@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-import covering
-import models
 from polylane.graph.batch import flatten
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
 from polylane.profiling import time_operators
 from polylane.profiling.time_operators import measure
-from synthetic import node_seconds
+from tests.support import models, subsets
+from tests.support.synthetic_graphs import node_seconds
 
 
 def captured(name: str, samples: int = 4, **settings: str) -> tuple[Graph, nn.Module, models.Case, list[Any]]:
@@ -28,7 +27,7 @@ def captured(name: str, samples: int = 4, **settings: str) -> tuple[Graph, nn.Mo
     return capture(model, case.loss, batch), model, case, flatten(batch)[0]
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, covering.one_in(3, [*models.CASES, *models.TINY]), first=1))
+@pytest.mark.parametrize("name", subsets.one_in(2, subsets.one_in(3, [*models.CASES, *models.TINY]), first=1))
 def test_measuring_leaves_no_trace(name: str) -> None:
     graph, model, case, leaves = captured(name)
     before = copy.deepcopy(model.state_dict())

@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import covering
-from boxes import read, write
 from polylane.placement.placement import even_cuts, join_cuts
 from polylane.program.boxes import (
     BoxTransfer,
@@ -25,6 +23,8 @@ from polylane.program.boxes import (
     relative_box,
     whole_box,
 )
+from tests.support import subsets
+from tests.support.reference.index_boxes import read, write
 
 
 def relayed(
@@ -63,7 +63,7 @@ def meshes(draw: st.DrawFn, shape: tuple[int, ...], first: int) -> dict[int, Ind
 
 
 @given(st.data(), st.lists(st.integers(0, 7), max_size=3).map(tuple))
-@settings(max_examples=covering.examples(300), deadline=None)
+@settings(max_examples=subsets.examples(300), deadline=None)
 def test_relayed_is_a_direct_copy_at_the_least_bytes(data: st.DataObject, shape: tuple[int, ...]) -> None:
     value = torch.arange(1.0, 1.0 + torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
     holders = data.draw(meshes(shape, 0))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from polylane.compile.objectives import build_objectives
 from polylane.graph.graph import Graph
@@ -19,8 +18,9 @@ from polylane.program.lower import lower, lower_evaluation
 from polylane.program.program import Program
 from polylane.program.waits import SEND_DEPTH
 from polylane.schedule.schedules import SCHEDULES
-from synthetic import chain, graph
-from training import assert_same, batch_of, classify, compiled, plainly, sgd, trained
+from tests.support.hard_models import ParallelLayers, SkippingLayers
+from tests.support.synthetic_graphs import chain, graph
+from tests.support.workers.training import assert_same, batch_of, classify, compiled, plainly, sgd, trained
 
 # Layers that hardly read each other: what the schedule has behind each other often needs nothing of the other.
 LOOSE = graph([[], [], [], [], [3], [], [0]])
@@ -66,31 +66,6 @@ def test_evaluation_has_no_backward_pass_that_waits() -> None:
     assert not any(p.late_sends for p in lower_evaluation(partition, plan_from_partition(partition, spec, 5)))
 
 
-class Skipping(nn.Module):
-    """Layers in a row; the last one also reads what the first one made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = h = torch.tanh(self.layers[0](x))
-        for layer in self.layers[1:-1]:
-            h = torch.tanh(layer(h))
-        return self.layers[-1](h + first)
-
-
-class Loose(Skipping):
-    """Layers side by side but for two that read an earlier one; the loss reads all."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = [torch.tanh(layer(x)) for layer in self.layers[:4]]
-        made.append(torch.sin(self.layers[4](made[3])))
-        return self.layers[5](made[0]) + made[1] + made[2] + made[4]
-
-
 def interleaved_plan(fifth: str, sixth: str) -> Plan:
     """A layer a stage, on three workers; the last operator of the fifth one, and the first one of the sixth."""
     made = ["tanh", *(f"tanh#{i}" for i in (2, 3, 4)), fifth]
@@ -102,8 +77,8 @@ def interleaved_plan(fifth: str, sixth: str) -> Plan:
 @pytest.mark.parametrize(
     ("model", "ends"),
     [
-        pytest.param(Skipping(), ("tanh#5", "add"), id="skip"),
-        pytest.param(Loose(), ("sin", "layers.5/linear"), id="loose", marks=pytest.mark.slow),
+        pytest.param(SkippingLayers(6).double(), ("tanh#5", "add"), id="skip"),
+        pytest.param(ParallelLayers(6).double(), ("sin", "layers.5/linear"), id="loose", marks=pytest.mark.slow),
     ],
 )
 def test_such_plans_train_as_one_device(model: nn.Module, ends: tuple[str, str]) -> None:

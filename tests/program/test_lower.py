@@ -15,14 +15,14 @@ from polylane.program.check import check, list_channels, match_messages
 from polylane.program.lower import lower, lower_evaluation
 from polylane.program.program import Program
 from polylane.schedule.action import Action, ActionKind
-from synthetic import chain, graph
+from tests.support.synthetic_graphs import chain, graph
 
 
 def lowered(
     graph: Graph, cuts: tuple[int, ...], schedule: str = "1f1b", microbatches: int = 2, data: int = 1
 ) -> tuple[Program, ...]:
     partition = Partition(graph, cuts)
-    spec = Spec(data, len(cuts) + 1, schedule)
+    spec = Spec(data, len(cuts) + 1, schedule=schedule)
     return lower(partition, plan_from_partition(partition, spec, microbatches))
 
 

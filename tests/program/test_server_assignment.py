@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
@@ -21,7 +20,8 @@ from polylane.runtime.sync.flat_packing import FlatPacking, PackedTensor
 from polylane.runtime.sync.parameter_server.client import ParameterServerSync
 from polylane.runtime.sync.parameter_server.messages import MessageHead, MessageKind
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate, UpdateLog, count_staleness
-from training import batch_of, classify, mlp, sgd, workers
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import batch_of, classify, mlp, sgd, workers
 
 
 def prepared(plan: str, model: nn.Module | None = None) -> Any:
@@ -123,7 +123,7 @@ def pushed_and_answered(plan: str, model: nn.Module) -> tuple[int, int]:
 
 def _sent(job: Job) -> Callable[[], tuple[int, int]]:
     """Counts from now on what goes between workers and servers."""
-    counters = job.worker.counters if job.world.rank >= job.plan.workers else job._role._rule.server_counters()
+    counters = job.worker.counters if job.world.rank >= job.plan.workers else job._role._sync.server_counters()
     job.gathered(None)
 
     def count() -> tuple[int, int]:
@@ -165,7 +165,7 @@ def test_parts_travel_as_parts() -> None:
 
 def test_a_rule_is_what_the_plan_says() -> None:
     def work(job: Job) -> Any:
-        rule = job._role._rule
+        rule = job._role._sync
         assert isinstance(rule, ParameterServerSync)
         return rule.is_replica_local("loss"), rule.loss_ranks
 

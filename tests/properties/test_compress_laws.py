@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import covering
-from compressing import Tensors, residuals_of
-from local_transport import LocalTransport, run_local
 from polylane.program.program import GradientBucket
 from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
 from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor, orthonormalize_rows
 from polylane.runtime.sync.compression.top_k import SAMPLED, TopKCompressor, find_largest
+from tests.support import subsets
+from tests.support.workers.compressed_sums import Tensors, residuals_of
+from tests.support.workers.thread_transport import LocalTransport, run_local
 
-law = settings(max_examples=covering.examples(30), deadline=None)
+law = settings(max_examples=subsets.examples(30), deadline=None)
 
 # Gradients of a step: of parameters, of ranks.
 Shares = list[list[Tensor]]

@@ -7,13 +7,13 @@ from collections import Counter
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from playing import interleaved_live_bound
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.observe.timeline import Timeline
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.interleaved import interleaved
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import one_forward_one_backward
+from tests.support.simulated_tasks import interleaved_live_bound
 
 ranks = st.integers(1, 6)
 chunks = st.integers(1, 4)

@@ -10,14 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from eager_and_captured import captured
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-import covering
-from allocator_peak import allocator_peak
-from playing import one_stage_memory
 from polylane.cost.memory.allocation_meter import AllocationMeter
 from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory
 from polylane.cost.memory.peak import TrainedBytes, recompute_blocks, shard_trained_bytes
@@ -32,6 +28,10 @@ from polylane.graph.graph import Graph
 from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.partition import cut_positions
 from polylane.plan.sync import SUM
+from tests.support import subsets
+from tests.support.reference.allocator_peak import allocator_peak
+from tests.support.reference.eager_and_captured import captured
+from tests.support.simulated_tasks import one_stage_memory
 
 WIDTH, SAMPLES = 64, 32
 # Gradients of the loss itself, of one number each.
@@ -99,7 +99,7 @@ def held(graph: Graph, model: nn.Module, x: Tensor) -> tuple[int, int, int]:
     return forward, between, allocator_peak(lambda: results.pop()[0].backward()) + between
 
 
-@settings(max_examples=covering.examples(8), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=subsets.examples(8), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(OPERATORS), st.integers(1, 4)), min_size=1, max_size=7))
 @example([("linear", 1), ("linear", 1), ("cat", 1)])  # gradients that are slices: nothing is added to them in place
 @example([("add", 3), ("add", 2), ("cat", 1), ("cat", 1)])  # views, which a weight's gradients are, neither
@@ -127,10 +127,10 @@ def ranges_of(name: str) -> tuple[Graph, LiveRanges, list[int]]:
 
 
 # Capturing a model takes longer than all examples of it: three always, and all of them in `make test-all`.
-MODELS = ("gpt", "unet", "moe", "densenet", "t5", "inception", "lstm")[: covering.examples(7)]
+MODELS = ("gpt", "unet", "moe", "densenet", "t5", "inception", "lstm")[: subsets.examples(7)]
 
 
-@settings(max_examples=covering.examples(60), deadline=None)
+@settings(max_examples=subsets.examples(60), deadline=None)
 @given(st.sampled_from(MODELS), st.data())
 def test_what_one_of_two_stages_sends_the_other_receives(name: str, data: Any) -> None:
     graph, found, positions = ranges_of(name)
@@ -145,7 +145,7 @@ def test_what_one_of_two_stages_sends_the_other_receives(name: str, data: Any) -
     assert max(first.forward_peak, second.forward_peak) <= whole.forward_peak + first.values_sent
 
 
-@settings(max_examples=covering.examples(60), deadline=None)
+@settings(max_examples=subsets.examples(60), deadline=None)
 @given(st.sampled_from(MODELS), st.data())
 def test_pieces_side_by_side_are_one(name: str, data: Any) -> None:
     graph, found, positions = ranges_of(name)
@@ -154,7 +154,7 @@ def test_pieces_side_by_side_are_one(name: str, data: Any) -> None:
     assert found.microbatch_memory([(a, b), (b, c)]) == found.microbatch_memory([(a, c)])
 
 
-@settings(max_examples=covering.examples(60), deadline=None)
+@settings(max_examples=subsets.examples(60), deadline=None)
 @given(st.sampled_from(MODELS), st.data())
 def test_recomputation_holds_what_enters_the_blocks_and_one_of_them(name: str, data: Any) -> None:
     graph, found, positions = ranges_of(name)

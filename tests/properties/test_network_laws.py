@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import covering
 from polylane import yaml_file
 from polylane.cluster.catalogue import link_presets
 from polylane.cluster.cluster import Cluster, Hosts, Links
@@ -18,12 +17,13 @@ from polylane.cluster.link import Kind, Link
 from polylane.cluster.rank_span import Level, RankSpan
 from polylane.cost.network.alpha_beta import bytes_per_rank
 from polylane.cost.network.collectives import collective_curves, collective_seconds, message_seconds
+from tests.support import subsets
 
 DEVICE = Device(kind="device", memory=10**9, flops={"float32": 1e12}, bandwidth=1e11)
 PRESETS = [Link.model_validate(figures) for figures in link_presets().values()]
 COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
-law = settings(max_examples=covering.examples(40), deadline=None)
+law = settings(max_examples=subsets.examples(40), deadline=None)
 collectives = st.sampled_from(COLLECTIVES)
 sizes = st.floats(1.0, 1e12)
 shares = st.floats(0.01, 1.0)

@@ -12,8 +12,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import covering
-from exact_player import ExactPlayer
 from polylane.cost.simulator.contention import ContentionSimulator
 from polylane.cost.simulator.matching import match_lanes
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
@@ -25,6 +23,8 @@ from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.interleaved import interleaved
 from polylane.schedule.schedules import SCHEDULES, schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
+from tests.support import subsets
+from tests.support.reference.exact_simulator import ExactPlayer
 
 Lanes = list[list[Task]]
 seconds = st.integers(0, 6)
@@ -164,7 +164,7 @@ def schedules(draw: st.DrawFn) -> tuple[Sequence[Sequence[Action]], StageGraph]:
 
 
 @given(schedules(), st.integers(0, 5), st.integers(0, 5), st.integers(0, 4))
-@settings(deadline=None, max_examples=covering.examples(40))
+@settings(deadline=None, max_examples=subsets.examples(40))
 def test_a_schedule_takes_what_theory_says(
     schedule: tuple[Sequence[Sequence[Action]], StageGraph], f: int, b: int, c: int
 ) -> None:
@@ -189,13 +189,13 @@ def test_a_schedule_takes_what_theory_says(
 
 
 @given(programs())
-@settings(deadline=None, max_examples=covering.examples(40))
+@settings(deadline=None, max_examples=subsets.examples(40))
 def test_lanes_that_share_nothing_take_their_longest_path(lanes: Lanes) -> None:
     assert max((span.end for span in simulate_tasks(lanes).spans), default=0) == longest_path(lanes)
 
 
 @given(programs())
-@settings(deadline=None, max_examples=covering.examples(40))
+@settings(deadline=None, max_examples=subsets.examples(40))
 def test_events_come_to_the_same_where_there_is_enough_for_all(lanes: Lanes) -> None:
     matched = match_lanes(lanes)
     ContentionSimulator(matched.lanes, [SharedCores(tuple(range(len(lanes))), 100)]).run()
@@ -207,7 +207,7 @@ def test_events_come_to_the_same_where_there_is_enough_for_all(lanes: Lanes) -> 
 
 
 @given(crowds())
-@settings(deadline=None, max_examples=covering.examples(40))
+@settings(deadline=None, max_examples=subsets.examples(40))
 def test_every_moment_of_a_lane_is_one_of_three(crowd: tuple[Lanes, list[SharedCores]]) -> None:
     """And nothing that can be run is a deadlock, whatever is shared."""
     lanes, hosts = crowd
@@ -230,7 +230,7 @@ def _lanes(timeline: Timeline) -> list[list]:  # type: ignore[type-arg]
 
 
 @given(crowds())
-@settings(deadline=None, max_examples=covering.examples(40))
+@settings(deadline=None, max_examples=subsets.examples(40))
 def test_sharing_never_ends_before_the_longest_path(crowd: tuple[Lanes, list[SharedCores]]) -> None:
     lanes, hosts = crowd
     last = max((span.end for span in simulate_tasks(lanes, hosts).spans), default=0)
@@ -238,7 +238,7 @@ def test_sharing_never_ends_before_the_longest_path(crowd: tuple[Lanes, list[Sha
 
 
 @given(crowds())
-@settings(deadline=None, max_examples=covering.examples(40))
+@settings(deadline=None, max_examples=subsets.examples(40))
 def test_no_host_gives_more_than_it_has(crowd: tuple[Lanes, list[SharedCores]]) -> None:
     lanes, hosts = crowd
     last = max((span.end for span in simulate_tasks(lanes, hosts).spans), default=0)
@@ -248,7 +248,7 @@ def test_no_host_gives_more_than_it_has(crowd: tuple[Lanes, list[SharedCores]]) 
 
 
 @given(programs(), st.data())
-@settings(deadline=None, max_examples=covering.examples(40))
+@settings(deadline=None, max_examples=subsets.examples(40))
 def test_never_faster_with_a_slower_task_or_link_where_nothing_is_shared(lanes: Lanes, data: st.DataObject) -> None:
     """Where cores are shared this is no law: who comes later may be out of another one's way."""
     places = [(lane, index) for lane, tasks in enumerate(lanes) for index in range(len(tasks))]
@@ -289,7 +289,7 @@ def test_equal_lanes_on_too_few_cores_take_as_many_times_as_long(lanes: int, cor
 
 
 @given(programs(), st.integers(1, 4))
-@settings(deadline=None, max_examples=covering.examples(40))
+@settings(deadline=None, max_examples=subsets.examples(40))
 def test_steps_in_a_row_take_no_longer_than_one_after_the_other(lanes: Lanes, steps: int) -> None:
     one, several = simulate_tasks(lanes), simulate_tasks([steps * lane for lane in lanes])
     last = max((span.end for span in one.spans), default=0)
@@ -300,7 +300,7 @@ def test_steps_in_a_row_take_no_longer_than_one_after_the_other(lanes: Lanes, st
 
 
 @given(programs(), st.integers(1, 6))
-@settings(deadline=None, max_examples=covering.examples(40))
+@settings(deadline=None, max_examples=subsets.examples(40))
 def test_events_agree_with_a_player_in_exact_fractions(lanes: Lanes, halves: int) -> None:
     """Cores shared by passes, beside messages of more than no time."""
     simple: Lanes = [[] for _ in lanes]

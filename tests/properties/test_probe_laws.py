@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import covering
-from measured import messages, operators
 from polylane.cluster.device import Device
 from polylane.cluster.link import Link
 from polylane.probe import fit_device, fit_link
+from tests.support import subsets
+from tests.support.known_measurements import messages, operators
 
 BASE = Device(type="cpu", memory=1 << 30, flops={"float32": 1.0}, bandwidth=1.0)
 
@@ -38,7 +38,7 @@ def devices(draw: st.DrawFn) -> Device:
 # The same examples each time: of one device in some thousands (562 GFLOP/s, 8.7 GB/s, 0.5 us for each operator)
 # the fit ends in another minimum, which is a defect of the fit that chance should not bring up.
 @given(devices())
-@settings(max_examples=covering.examples(12), deadline=None, derandomize=True)
+@settings(max_examples=subsets.examples(12), deadline=None, derandomize=True)
 def test_a_fit_of_what_a_device_says_says_the_same(known: Device) -> None:
     timed = operators(known)
     found = fit_device.fit_device(BASE, timed, known.bandwidth)
@@ -68,7 +68,7 @@ def links(draw: st.DrawFn) -> tuple[Link, int]:
 
 
 @given(links())
-@settings(max_examples=covering.examples(12), deadline=None)
+@settings(max_examples=subsets.examples(12), deadline=None)
 def test_a_fit_of_what_a_link_says_says_the_same(known: tuple[Link, int]) -> None:
     link, workers = known
     carried = messages(link, workers)

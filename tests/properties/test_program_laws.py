@@ -27,7 +27,7 @@ from polylane.program.program import Program
 from polylane.program.waits import receive_horizons, waiting_microbatch
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.schedules import FOUND, SCHEDULES
-from synthetic import graph
+from tests.support.synthetic_graphs import graph
 
 MESHES = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 3), (1, 3, 2), (2, 2, 2)]
 

@@ -17,7 +17,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from boxes import read
 from polylane.compile.reshard import Resharder, ValueSpec, extract_box, write_box
 from polylane.compile.sample_shares import compute_shares
 from polylane.graph.partition import Partition
@@ -31,7 +30,8 @@ from polylane.samples.batch_layout import BatchLayout
 from polylane.schedule.action import Action, ActionKind
 from polylane.sharding.layout import Layout
 from polylane.sharding.stage_layouts import StageLayouts
-from synthetic import graph
+from tests.support.reference.index_boxes import read
+from tests.support.synthetic_graphs import graph
 
 MOST_RANKS = 36
 

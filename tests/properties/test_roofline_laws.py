@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import covering
 from polylane.cluster.catalogue import device_presets
 from polylane.cluster.device import Device
 from polylane.cost.operators.operation import Operation, PassDemand, Product
 from polylane.cost.operators.roofline import matmul_seconds, pass_seconds
+from tests.support import subsets
 
-brief = settings(max_examples=covering.examples(60), deadline=None)
+brief = settings(max_examples=subsets.examples(60), deadline=None)
 devices = st.sampled_from([Device.model_validate(figures) for figures in device_presets().values()])
 dtypes = st.sampled_from(["float32", "bfloat16", "float16"])
 sizes = st.integers(1, 20_000)

@@ -8,11 +8,12 @@ from itertools import pairwise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import covering
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.observe.timeline import Timeline
 from polylane.schedule.action import Action, ActionKind
-from polylane.schedule.schedules import SCHEDULES, live_bound, schedule_lanes
+from polylane.schedule.schedules import SCHEDULES, schedule_lanes
+from tests.support import subsets
+from tests.support.simulated_tasks import live_bound
 
 schedules = st.sampled_from(sorted(SCHEDULES))
 stages = st.integers(1, 7)
@@ -106,7 +107,7 @@ def test_utilization_is_exact(schedule: str, k: int, n: int, f: int, b: int) -> 
 
 
 @given(schedules, stages, microbatches, ticks, ticks, hops)
-@settings(max_examples=covering.examples(50))
+@settings(max_examples=subsets.examples(50))
 def test_a_file_gives_back_the_timeline(schedule: str, k: int, n: int, f: int, b: int, c: int) -> None:
     timeline = simulate_schedule(schedule_lanes(schedule, k, n), f, b, c)
     assert Timeline.from_dict(timeline.to_dict()) == timeline

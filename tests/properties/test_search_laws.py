@@ -7,7 +7,6 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import covering
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.schedule.action import Action
 from polylane.schedule.live import peak_live
@@ -16,6 +15,7 @@ from polylane.schedule.schedules import NAMES, assign_stages, schedule_lanes, sp
 from polylane.schedule.search import find_schedule
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
+from tests.support import subsets
 
 
 @st.composite
@@ -48,7 +48,7 @@ def simulated(problem: ScheduleProblem, lanes: Lanes) -> float:
 
 
 @given(problems())
-@settings(deadline=None, max_examples=covering.examples(60))
+@settings(deadline=None, max_examples=subsets.examples(60))
 def test_what_is_found_runs_and_is_never_worse_than_a_schedule_by_name(problem: ScheduleProblem) -> None:
     found = find_schedule(problem, effort=20_000)
     assert find_schedule(problem, effort=20_000) == found  # nothing of it is left to chance

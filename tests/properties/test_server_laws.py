@@ -11,8 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import covering
-from compiling import compile_training
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives, named_parameters
 from polylane.program.server_assignment import assign_parameters
@@ -20,7 +18,9 @@ from polylane.runtime.sync.parameter_server.messages import Channel, MessageHead
 from polylane.runtime.sync.parameter_server.packing import ServerShard, plan_server_shards
 from polylane.runtime.sync.parameter_server.server import ParameterServer, ServedWorker
 from polylane.runtime.sync.parameter_server.weights import build_weights
-from training import batch_of, classify, mlp, sgd
+from tests.support import subsets
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import batch_of, classify, mlp, sgd
 
 REPLICAS = 3
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def too_far(workers: Workers, replica: int, live: Iterable[int], staleness: int 
     return isinstance(staleness, int) and workers.clocks[replica] - slowest > staleness
 
 
-@settings(max_examples=covering.examples(40), deadline=None)
+@settings(max_examples=subsets.examples(40), deadline=None)
 @given(st.one_of(st.integers(1, 3), st.just("any")), st.lists(st.integers(0, REPLICAS - 1), max_size=25))
 def test_who_waits(staleness: int | str, order: list[int]) -> None:
     """Whatever the order: a replica waits just as long as it is too far ahead of the slowest, which never waits."""

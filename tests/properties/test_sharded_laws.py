@@ -7,13 +7,13 @@ from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_program_laws import Lowered, any_lowereds
 
 from polylane.plan.plan import Plan
 from polylane.plan.sync import SyncOptions
 from polylane.runtime.connections.shard_groups import cross_shard_group, shard_group
 from polylane.runtime.parameters.zero_units import ShardUnit, build_all_units
 from polylane.schedule.action import ActionKind
+from tests.properties.test_program_laws import Lowered, any_lowereds
 
 
 @given(

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.schedule.action import Action, ActionKind
-from polylane.schedule.schedules import SCHEDULES, live_bound, schedule_lanes
+from polylane.schedule.schedules import SCHEDULES, schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
+from tests.support.simulated_tasks import live_bound
 
 schedules = st.sampled_from(sorted(SCHEDULES))
 ticks = st.integers(1, 9)

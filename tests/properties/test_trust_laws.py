@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import covering
-from local_transport import LocalTransport, run_local
 from polylane.optim import LAMB, LARS
 from polylane.optim.trust import set_sum_over_holders
 from polylane.runtime.parameters.optimizer import SumOverMesh
+from tests.support import subsets
+from tests.support.workers.thread_transport import LocalTransport, run_local
 
 STEPS = 3
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def trained(
     return {n: p.detach() for n, p in own.items()}
 
 
-@settings(max_examples=covering.examples(60), deadline=None)
+@settings(max_examples=subsets.examples(60), deadline=None)
 @given(layouts(), optimizers(), st.integers(0, 10_000), st.sets(st.sampled_from(["p0", "p1", "p2"])))
 def test_pieces_move_as_the_whole_does(
     layout: tuple[int, dict[str, tuple[int, list[int], bool]]], optimizer: Any, seed: int, plain: set[str]

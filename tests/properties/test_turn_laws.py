@@ -6,7 +6,6 @@ from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_program_laws import graphs, played
 
 from polylane.compile.sample_shares import compute_shares
 from polylane.graph.partition import Partition, cut_positions
@@ -18,6 +17,7 @@ from polylane.program.lower import lower
 from polylane.program.program import Program
 from polylane.schedule.action import PASSES, ActionKind
 from polylane.schedule.round_robin import WARM_UPS
+from tests.properties.test_program_laws import graphs, played
 
 MESHES = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (5, 1, 1), (2, 1, 2), (3, 2, 1)]
 

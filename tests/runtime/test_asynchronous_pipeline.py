@@ -13,7 +13,7 @@ from polylane.errors import PolylaneError
 from polylane.graph.batch import split_bounds
 from polylane.runtime.job import Job
 from polylane.schedule.asynchronous import weight_delays
-from training import batch_of, mlp, sgd, workers
+from tests.support.workers.training import batch_of, mlp, sgd, workers
 
 BATCHES = [batch_of(8, seed=number) for number in range(9)]
 WIDTHS = (6, 8, 8, 8, 4)
@@ -92,7 +92,7 @@ def test_a_run_is_the_replay_of_its_rule(plan: str, stages: int, microbatches: i
     [
         ("pipeline=4,schedule=pipedream-2bw,microbatches=2", {}, "of 4 stages needs at least 3"),
         ("data=2,pipeline=2,schedule=pipedream,every=2", {}, "leave sync out"),
-        ("pipeline=2,schedule=afab,vertical_sync=yes", {}, "vertical_sync is for schedule: pipedream, not afab"),
+        ("pipeline=2,schedule=afab,vertical_sync=yes", {}, "vertical_sync is for schedule=pipedream, not afab"),
         ("pipeline=2,schedule=pipedream", {"clip_norm": 1.0}, "clip_norm"),
         ("data=2,pipeline=2,schedule=pipedream,microbatches=3,replicas=round-robin", {}, "is no multiple of data=2"),
         ("[data=2 | 1],schedule=pipedream,replicas=round-robin", {}, "needs as many replicas of every stage"),

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
-import covering
 import polylane
 from polylane.commands.learning_rates import LearningRateOptions
 from polylane.commands.requests import TrainRequest
@@ -22,7 +21,8 @@ from polylane.commands.running.recipe_training import load_materials
 from polylane.errors import PolylaneError
 from polylane.runtime.data.loader import begin_epoch, sample_order
 from polylane.runtime.job import Job
-from training import assert_same, batch_of, classify, mlp, plainly, sgd, workers
+from tests.support import subsets
+from tests.support.workers.training import assert_same, batch_of, classify, mlp, plainly, sgd, workers
 
 SAMPLES = list(zip(*batch_of(24), strict=True))
 
@@ -48,7 +48,7 @@ def refusal(work: Any, plan: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "plan", covering.one_in(2, ["data=2", "pipeline=2,microbatches=2", "data=2,every=2", "tensor=2"], first=1)
+    "plan", subsets.one_in(2, ["data=2", "pipeline=2,microbatches=2", "data=2,every=2", "tensor=2"], first=1)
 )
 def test_orders_that_part_later(plan: str) -> None:
     def work(job: Job) -> None:
@@ -324,7 +324,7 @@ def plain_batches(dataset: Any, size: int, epochs: int, collate: Any) -> Iterato
 
 @pytest.mark.parametrize(
     ("make", "collate"),
-    covering.one_in(
+    subsets.one_in(
         2, [(Harder, None), (Curriculum, None), (Centred, None), (Curriculum, centre)], first=1, several=True
     ),
 )

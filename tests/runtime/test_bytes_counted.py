@@ -12,15 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-import covering
-import models
 from polylane.compile.sample_shares import Batch
 from polylane.graph.partition import StageCrossing
 from polylane.observe.timeline import Span, Timeline, match_messages
 from polylane.plan.plan import Plan
 from polylane.runtime.job import Job
 from polylane.schedule.action import ActionKind
-from training import batch_of, mlp, sgd, workers
+from tests.support import models, subsets
+from tests.support.workers.training import batch_of, mlp, sgd, workers
 
 SAMPLES = 6
 
@@ -85,7 +84,7 @@ def only(timeline: Timeline, kind: ActionKind) -> list[Span]:
     return [span for span in timeline.spans if span.action.kind is kind]
 
 
-@pytest.mark.parametrize("dtype", covering.one_in(2, [torch.float32, torch.float64], first=1))
+@pytest.mark.parametrize("dtype", subsets.one_in(2, [torch.float32, torch.float64], first=1))
 def test_every_crossing_has_the_bytes_that_the_partition_says(dtype: torch.dtype) -> None:
     seen = unet("chain", dtype)[0]
     sent: Counter[tuple[str | None, bool, int, int | None]] = Counter()
@@ -113,7 +112,7 @@ def test_a_skip_goes_directly() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", covering.one_in(3, ["chain", "mixed", "all"]))
+@pytest.mark.parametrize("name", subsets.one_in(3, ["chain", "mixed", "all"]))
 def test_what_is_sent_is_received(name: str) -> None:
     timeline = unet(name)[0].timeline
     sends, receives = only(timeline, ActionKind.SEND), only(timeline, ActionKind.RECEIVE)
@@ -138,7 +137,7 @@ def test_each_rank_gets_its_own_part_once() -> None:
     assert len(pieces) > 1  # somebody has a part of it
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, PLANS))
+@pytest.mark.parametrize("name", subsets.one_in(2, PLANS))
 def test_nothing_travels_uncounted(name: str) -> None:
     """Statistics, operators that are split, buckets: what was sent is what the transports were handed."""
     seen = unet(name)

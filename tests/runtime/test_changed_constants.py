@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from polylane.runtime.job import Job
-from training import sgd, workers
+from tests.support.workers.training import sgd, workers
 
 TABLE: dict[str, Any] = {"array": np.array([1.0]), "mask": torch.ones(4, dtype=torch.bool)}
 

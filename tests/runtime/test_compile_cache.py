@@ -22,7 +22,6 @@ import pytest
 from torch import Tensor, nn
 
 import polylane
-from compiling import compile_training
 from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
@@ -33,7 +32,8 @@ from polylane.runtime.compile_cache import FORMS_KEPT, CompileCache
 from polylane.runtime.data.batch_forms import MANY_FORMS
 from polylane.runtime.job import Job
 from polylane.runtime.program_binder import CacheKey
-from training import batch_of, classify, mlp, sgd, workers
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import batch_of, classify, mlp, sgd, workers
 
 PACKAGE = str(Path(polylane.__file__).parent)
 MOST_FILES = 18 + 2  # one of them is the page on which a worker says where it is

@@ -69,7 +69,7 @@ def test_the_plan_says_it():
     assert str(parse_fixed("data=2,compile=yes")) == "data=2,compile=yes"
     with pytest.raises(PolylaneError, match="compile=perhaps must be yes or no"):
         parse("compile=perhaps")
-    with pytest.raises(PolylaneError, match="compile and shard: parameters exclude each other"):
+    with pytest.raises(PolylaneError, match="compile and shard=parameters exclude each other"):
         parse_fixed("compile=yes,shard=parameters")
 
 

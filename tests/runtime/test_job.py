@@ -17,9 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import covering
 import polylane
-from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Timeline
@@ -29,7 +27,20 @@ from polylane.runtime.data import loader as data
 from polylane.runtime.job import Job
 from polylane.runtime.workers.world import World
 from polylane.schedule.action import ActionKind
-from training import adamw, assert_same, assert_state, batch_of, classify, mlp, plainly, sgd, trained, workers
+from tests.support import subsets
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import (
+    adamw,
+    assert_same,
+    assert_state,
+    batch_of,
+    classify,
+    mlp,
+    plainly,
+    sgd,
+    trained,
+    workers,
+)
 
 PLANS = ["data=2", "pipeline=2,microbatches=2", "data=2,pipeline=2,microbatches=2"]
 BATCHES = [batch_of(samples, seed) for seed, samples in enumerate((8, 7, 5))]
@@ -97,7 +108,7 @@ def test_alone_a_plan_for_many_keeps_its_microbatches() -> None:
 
 @pytest.mark.parametrize(
     ("plan", "workers"),
-    covering.one_in(
+    subsets.one_in(
         2,
         [("data=4,pipeline=2", 8), ("tensor=2", 2), ("[data=2 | 1]", 3), ("data=2,servers=2,dedicated=yes", 4)],
         several=True,
@@ -123,7 +134,7 @@ def test_one_process_is_refused_a_plan_for_several(
 # Results
 
 
-@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
+@pytest.mark.parametrize("plan", subsets.one_in(3, PLANS, first=2))
 def test_every_worker_sees_the_same_result(plan: str) -> None:
     def work(job: Job) -> Any:
         results = [job.step(batch) for batch in BATCHES]
@@ -163,7 +174,7 @@ def test_microbatches_without_samples_leave_no_span() -> None:
 # Batches
 
 
-@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
+@pytest.mark.parametrize("plan", subsets.one_in(3, PLANS, first=2))
 def test_whole_batches_and_the_jobs_own_are_the_same(plan: str) -> None:
     inputs, labels = batch_of(19)
     dataset = torch.utils.data.TensorDataset(inputs, labels)
@@ -188,7 +199,7 @@ def test_whole_batches_and_the_jobs_own_are_the_same(plan: str) -> None:
         assert all(torch.equal(state[name], reference[name]) for name in reference)
 
 
-@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
+@pytest.mark.parametrize("plan", subsets.one_in(3, PLANS, first=2))
 def test_batches_of_another_form_later(plan: str) -> None:
     """Sequences of another length: captured when the first of them comes, and cut at the same places."""
 
@@ -213,7 +224,7 @@ def test_batches_of_another_form_later(plan: str) -> None:
         assert_same(worker, reference)
 
 
-@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
+@pytest.mark.parametrize("plan", subsets.one_in(3, PLANS, first=2))
 def test_a_mean_over_parts_that_do_not_count_alike(plan: str) -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mean:
         inputs, labels = batch
@@ -312,7 +323,7 @@ def test_samples_that_are_numbered_in_a_leaf_of_the_whole_batch() -> None:
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
+@pytest.mark.parametrize("plan", subsets.one_in(3, PLANS, first=2))
 def test_a_loss_that_is_no_number_is_reported_and_no_more(plan: str) -> None:
     bad = BATCHES[0][0].clone()
     bad[3] = math.nan
@@ -324,7 +335,7 @@ def test_a_loss_that_is_no_number_is_reported_and_no_more(plan: str) -> None:
         assert math.isfinite(first) and math.isnan(second) and math.isnan(third)
 
 
-@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
+@pytest.mark.parametrize("plan", subsets.one_in(3, PLANS, first=2))
 def test_a_loss_may_be_a_module_with_weights_of_its_own(plan: str) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -355,7 +366,7 @@ def test_a_loss_may_be_a_module_with_weights_of_its_own(plan: str) -> None:
 
     def work(job: Job) -> Any:
         losses = [job.step(batch).loss for batch in BATCHES]
-        return losses, job.held().get("loss.scale"), job.state_dict()
+        return losses, job.worker.held().get("loss.scale"), job.state_dict()
 
     losses, scale = alone()
     results = workers(work, mlp(6, 8, 8, 4), plan, loss=loss, optimizer=both)
@@ -393,7 +404,7 @@ def test_a_plan_file_that_a_person_edited(tmp_path: Path) -> None:
 # Evaluation
 
 
-@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
+@pytest.mark.parametrize("plan", subsets.one_in(3, PLANS, first=2))
 def test_evaluation_is_that_of_the_plain_model(plan: str) -> None:
     batches = [batch_of(samples, 10 + samples) for samples in (8, 5, 2, 1)]
 
@@ -427,7 +438,7 @@ def test_evaluation_leaves_training_as_it_was() -> None:
         assert all(torch.equal(a[n], b[n]) for a, b in zip(with_evaluation, without, strict=True) for n in a)
 
 
-@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
+@pytest.mark.parametrize("plan", subsets.one_in(3, PLANS, first=2))
 def test_evaluation_of_the_jobs_own_batches(plan: str) -> None:
     dataset = list(zip(*batch_of(11), strict=True))
 
@@ -444,7 +455,7 @@ def test_evaluation_of_the_jobs_own_batches(plan: str) -> None:
 # Weights
 
 
-@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
+@pytest.mark.parametrize("plan", subsets.one_in(3, PLANS, first=2))
 def test_weights_load_into_the_plain_model(plan: str, tmp_path: Path) -> None:
     path = tmp_path / "deep" / "model.safetensors"
 
@@ -488,7 +499,7 @@ def only_last(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for name, p in parameters if name.startswith("last")], lr=0.01, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("optimizer", covering.one_in(2, [adamw, only_last]))
+@pytest.mark.parametrize("optimizer", subsets.one_in(2, [adamw, only_last]))
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_gets_no_gradient_is_left_alone(plan: str, optimizer: Any) -> None:
     """Weight decay would move a parameter whose gradient is zero, and not one that has none."""
@@ -539,7 +550,7 @@ def test_a_parameter_that_some_batches_do_not_reach(asks_inputs: bool) -> None:
 # Precision
 
 
-@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
+@pytest.mark.parametrize("plan", subsets.one_in(3, PLANS, first=2))
 def test_bfloat16_is_close(plan: str) -> None:
     class Mixed(nn.Module):
         """Values of both precisions cross between stages: a residual in float32, linear layers in bfloat16."""
@@ -648,7 +659,7 @@ def test_what_a_single_job_refuses() -> None:
         polylane.parallelize(mlp(6, 8, 4), classify, sgd, example=BATCHES[0], plan="microbatches=9")
 
 
-@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
+@pytest.mark.parametrize("plan", subsets.one_in(3, PLANS, first=2))
 def test_batches_that_differ_between_workers_are_noticed(plan: str) -> None:
     """A whole batch is the same on every worker: one of its own for each is a habit from elsewhere, and wrong here."""
 

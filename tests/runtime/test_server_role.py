@@ -10,20 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
-from polylane.plan.spec import parse
 from polylane.runtime.job import Job
-from training import Trained, adamw, assert_same, assert_state, batch_of, classify, mlp, plainly, sgd, trained, workers
+from tests.support.workers.training import (
+    Trained,
+    adamw,
+    assert_same,
+    assert_state,
+    batch_of,
+    classify,
+    mlp,
+    plainly,
+    sgd,
+    trained,
+    trained_by_servers,
+    workers,
+)
 
 BATCHES = [batch_of(8, seed=i) for i in range(4)]
-
-
-def by_servers(model: nn.Module, plan: str, batches: Any = BATCHES, **options: Any) -> list[Trained]:
-    """What the workers that train saw; those that only serve were told the same weights."""
-    every = trained(model, plan, batches, **options)
-    count = parse(plan).workers
-    for server in every[count:]:
-        assert_state(server.state, every[0].state, 0)
-    return every[:count]
 
 
 def test_gradients_are_the_summed_and_clipped_ones() -> None:
@@ -71,7 +74,7 @@ def test_parameters_that_get_no_gradient_in_some_step_are_skipped(asks_inputs: b
         inputs[:, 0] = torch.tensor(experts, dtype=torch.float64)
     expected = plainly(Experts(asks_inputs), batches, optimizer=adamw)
     plan = "data=2,servers=2" if asks_inputs else "data=2,servers=2,per_sample=model"
-    for worker in by_servers(Experts(asks_inputs), plan, batches, optimizer=adamw):
+    for worker in trained_by_servers(Experts(asks_inputs), plan, batches, optimizer=adamw):
         assert_same(worker, expected)
 
 
@@ -83,7 +86,7 @@ def test_schedulers_run_on_the_servers_and_show_at_the_workers() -> None:
         return [group["lr"] for group in job.optimizer.param_groups]
 
     expected = plainly(mlp(6, 8, 4), BATCHES, scheduler=halving)
-    for worker in by_servers(mlp(6, 8, 4), "data=2,servers=2", scheduler=halving, after=rates):
+    for worker in trained_by_servers(mlp(6, 8, 4), "data=2,servers=2", BATCHES, scheduler=halving, after=rates):
         assert_same(worker, expected)
         assert worker.extra == [0.025]
 

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-import covering
-from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.runtime import stale_weights as stale
 from polylane.runtime.job import Job
 from polylane.runtime.stale_weights import StaleWeights
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
-from training import batch_of, classify, mlp, sgd, workers
+from tests.support import subsets
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import batch_of, classify, mlp, sgd, workers
 
 BATCH = batch_of(8)
 WHOLE = [
@@ -58,7 +58,7 @@ def model() -> nn.Sequential:
     return mlp(6, 8, 8, 4)
 
 
-@pytest.mark.parametrize("plan", covering.one_in(2, WHOLE))
+@pytest.mark.parametrize("plan", subsets.one_in(2, WHOLE))
 def test_where_all_weights_are_up_to_date_a_model_is_called_as_ever(plan: str) -> None:
     def work(job: Job) -> tuple[Tensor, dict[str, Tensor], int]:
         for _ in range(3):
@@ -71,11 +71,11 @@ def test_where_all_weights_are_up_to_date_a_model_is_called_as_ever(plan: str) -
         assert torch.equal(found, plain(BATCH[0])) and hooks == 0
 
 
-@pytest.mark.parametrize("plan", covering.one_in(2, PARTS))
+@pytest.mark.parametrize("plan", subsets.one_in(2, PARTS))
 def test_elsewhere_it_is_refused_and_says_what_to_call(plan: str) -> None:
     def work(job: Job) -> tuple[str, str, float, float] | None:
         job.step(BATCH)
-        if plan.startswith("pipeline") and len(job.held()) == len(job.state_dict()):
+        if plan.startswith("pipeline") and len(job.worker.held()) == len(job.state_dict()):
             return None  # the other stage has nothing but the loss
         said = outcome(lambda: job.model(BATCH[0]))
         before = job.evaluate(BATCH)
@@ -268,7 +268,7 @@ class Choosing(nn.Module):
 
 @pytest.mark.parametrize(
     "plan",
-    covering.one_in(4, ["pipeline=2,microbatches=2", "tensor=2", "data=2,shard=parameters", "data=2,every=2"], first=2),
+    subsets.one_in(4, ["pipeline=2,microbatches=2", "tensor=2", "data=2,shard=parameters", "data=2,every=2"], first=2),
 )
 def test_the_runtime_itself_calls_what_it_must(plan: str) -> None:
     """Leaves; captures of batches of other forms in mid-training, and in evaluation mode."""

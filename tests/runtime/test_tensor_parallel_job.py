@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import covering
-import training
 from polylane.compile.optimizer_probe import find_whole_parameters
 from polylane.runtime.job import Job
-from training import adamw, batch_of, classify, mlp, sgd, workers
+from tests.support import subsets
+from tests.support.workers import training
+from tests.support.workers.training import adamw, batch_of, classify, mlp, sgd, workers
 
 Pairs = Iterable[tuple[str, nn.Parameter]]
 PLANS = ["tensor=2", "tensor=3", "data=2,tensor=2", "pipeline=2,tensor=2,microbatches=2"]
@@ -53,7 +53,7 @@ def same(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
             torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-11, msg=name)
 
 
-@pytest.mark.parametrize("plan", covering.one_in(2, PLANS, first=1))
+@pytest.mark.parametrize("plan", subsets.one_in(2, PLANS, first=1))
 def test_clipping_sees_the_norm_of_the_whole(plan: str) -> None:
     alone = "data=1,microbatches=2" if "microbatches" in plan else "data=1"
     (expected,) = trained(alone, mlp(6, 9, 8, 4), clip_norm=0.05)
@@ -62,7 +62,7 @@ def test_clipping_sees_the_norm_of_the_whole(plan: str) -> None:
 
 @pytest.mark.parametrize(
     "optimizer",
-    covering.one_in(
+    subsets.one_in(
         2, [sgd, adamw, lambda p: torch.optim.Adagrad(list(p), lr=0.1), lambda p: Lars(list(p), 0.01)], first=1
     ),
 )
@@ -115,7 +115,7 @@ def test_a_worker_holds_its_part_and_saves_the_whole(tmp_path: Path) -> None:
     def work(job: Job) -> int:
         job.step(batch_of(8))
         job.save(tmp_path / "model.safetensors")
-        return sum(tensor.numel() for tensor in job.held().values())
+        return sum(tensor.numel() for tensor in job.worker.held().values())
 
     held = workers(work, model, "tensor=4")
     assert max(held) < 0.35 * whole
@@ -125,7 +125,7 @@ def test_a_worker_holds_its_part_and_saves_the_whole(tmp_path: Path) -> None:
     same([plain.state_dict()], expected)
 
 
-@pytest.mark.parametrize("plan", covering.one_in(2, ["tensor=2", "data=2,tensor=2"]))
+@pytest.mark.parametrize("plan", subsets.one_in(2, ["tensor=2", "data=2,tensor=2"]))
 def test_batches_of_another_form_and_evaluation(plan: str) -> None:
     """Captured anew, when the worker holds only parts of the weights."""
 
@@ -155,14 +155,14 @@ def test_batches_of_another_form_and_evaluation(plan: str) -> None:
         assert losses == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("plan", covering.one_in(2, ["tensor=2", "pipeline=2,tensor=2,microbatches=2"], first=1))
+@pytest.mark.parametrize("plan", subsets.one_in(2, ["tensor=2", "pipeline=2,tensor=2,microbatches=2"], first=1))
 def test_a_model_on_the_meta_device_is_never_whole(plan: str) -> None:
     def model() -> nn.Module:
         with torch.device("meta"):
             return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).double()
 
     def work(job: Job) -> Any:
-        held = max((t.numel() for t in job.held().values()), default=0)
+        held = max((t.numel() for t in job.worker.held().values()), default=0)
         first = job.state_dict()
         losses = [job.step(batch_of(8)).loss for _ in range(2)]
         return held, first, [*losses, job.evaluate(batch_of(5))]
@@ -176,7 +176,7 @@ def test_a_model_on_the_meta_device_is_never_whole(plan: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", covering.except_slow(["data=2", "data=3", "data=2,tensor=2"], ["data=2", "data=2,tensor=2"])
+    "plan", subsets.except_slow(["data=2", "data=3", "data=2,tensor=2"], ["data=2", "data=2,tensor=2"])
 )
 def test_samples_that_meet_are_trained_together(plan: str) -> None:
     """In-batch negatives: every sample is held against those of the other replica too."""

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
 from polylane.runtime.job import Job
-from training import sgd, workers
+from tests.support import subsets
+from tests.support.workers.training import sgd, workers
 
 LENGTH, HIDDEN = 256, 16
 
@@ -67,7 +67,7 @@ def kept_bytes(job: Job) -> tuple[int, float]:
 
 
 # With one head there is nothing for all-to-all: the sequence stays cut.
-@pytest.mark.parametrize(("heads", "degree"), covering.one_in(2, covering.pairs([4, 1], [4, 2]), several=True))
+@pytest.mark.parametrize(("heads", "degree"), subsets.one_in(2, subsets.pairs([4, 1], [4, 2]), several=True))
 def test_activations_fall_in_proportion(heads: int, degree: int) -> None:
     options: dict[str, Any] = {"loss": next_token, "optimizer": sgd, "example": batch()}
     ((whole, expected),) = workers(kept_bytes, model(heads), "data=1", **options)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-import covering
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
-from training import batch_of, classify, mlp, plainly, sgd, workers
+from tests.support import subsets
+from tests.support.workers.training import batch_of, classify, mlp, plainly, sgd, workers
 
 BATCH = batch_of(8)
 PARTS = ("tensor=2", "data=2,shard=parameters")
@@ -116,7 +116,7 @@ INITIALIZERS: tuple[Callable[[Tensor], Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("plan", covering.one_in(3, ["pipeline=2,microbatches=2", *PARTS], first=1))
+@pytest.mark.parametrize("plan", subsets.one_in(3, ["pipeline=2,microbatches=2", *PARTS], first=1))
 def test_all_of_torch_init_gives_what_it_gives_one_device(plan: str) -> None:
     """Also those that write by views, into ``out=``, or element by element."""
 
@@ -179,7 +179,7 @@ def said(call: Callable[[], Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("plan", covering.one_in(2, ["pipeline=2,microbatches=2", *PARTS, "data=2,every=4"]))
+@pytest.mark.parametrize("plan", subsets.one_in(2, ["pipeline=2,microbatches=2", *PARTS, "data=2,every=4"]))
 def test_values_that_are_not_whole_are_refused_and_whole_ones_are_there_on_request(plan: str) -> None:
     def work(job: Job) -> tuple[list[str], str, str, float, float]:
         job.step(BATCH)
@@ -201,7 +201,7 @@ def test_values_that_are_not_whole_are_refused_and_whole_ones_are_there_on_reque
         assert far == 0.0 and off < 1e-12
 
 
-@pytest.mark.parametrize("plan", covering.one_in(3, ["pipeline=2,microbatches=2", *PARTS], first=1))
+@pytest.mark.parametrize("plan", subsets.one_in(3, ["pipeline=2,microbatches=2", *PARTS], first=1))
 def test_what_is_written_into_the_whole_model_is_trained_on(plan: str) -> None:
     def normalize(own: nn.Module) -> None:
         with torch.no_grad():

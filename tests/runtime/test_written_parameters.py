@@ -10,9 +10,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-import covering
 from polylane.errors import PolylaneError
-from training import batch_of, plainly, trained
+from tests.support import subsets
+from tests.support.workers.training import batch_of, plainly, trained
 
 BATCHES = [batch_of(8, seed) for seed in range(3)]
 
@@ -120,7 +120,7 @@ LOST = {("lazy", "data=2,shard=parameters")}
 
 
 @pytest.mark.filterwarnings("ignore:each replica computes")
-@pytest.mark.parametrize(("name", "plan"), covering.pairs(MODELS, ["data=2", "tensor=2", "data=2,shard=parameters"]))
+@pytest.mark.parametrize(("name", "plan"), subsets.pairs(MODELS, ["data=2", "tensor=2", "data=2,shard=parameters"]))
 def test_written_and_used_again_as_on_one_device(name: str, plan: str) -> None:
     if (name, plan) in LOST:
         with pytest.raises(PolylaneError, match="the loss writes the parameter shift"):

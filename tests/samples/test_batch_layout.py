@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from eager_and_captured import captured
 from torch import Tensor, nn
 
-import covering
-import models
 from polylane.graph.batch import flatten
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
@@ -21,7 +18,9 @@ from polylane.samples.batch_layout import (
     hash_crossing_layouts,
 )
 from polylane.samples.mean_loss import splits_exactly
-from seen_orders import SeenOrders, proven_orders, seen_orders
+from tests.support import models, subsets
+from tests.support.reference.computed_layouts import SeenOrders, proven_orders, seen_orders
+from tests.support.reference.eager_and_captured import captured
 
 R, A, M, S, X = (
     BatchLayout.SHARDED_BY_SAMPLE,
@@ -114,7 +113,7 @@ def test_a_model_on_the_meta_device_is_not_looked_at() -> None:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    covering.one_in(3, covering.pairs([*models.CASES, *models.TINY], ["training", "evaluation"]), several=True),
+    subsets.one_in(3, subsets.pairs([*models.CASES, *models.TINY], ["training", "evaluation"]), several=True),
 )
 def test_what_is_proven_is_what_is_seen(name: str, mode: str) -> None:
     training = mode == "training"

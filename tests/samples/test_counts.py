@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-import covering
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count, sampled_leaves, take_samples
 from polylane.graph.capture.capture import capture
@@ -31,6 +30,7 @@ from polylane.samples.batch_division import loss_couples_samples
 from polylane.samples.batch_statistics import BatchStatistics, CountingReplicas
 from polylane.samples.counts import count_whole_batch
 from polylane.samples.derivation import derive_composition
+from tests.support import subsets
 
 Loss = Callable[[Any, Any], Any]
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -205,8 +205,8 @@ def plainly(model: nn.Module, loss: Loss, batch: Batch) -> tuple[Tensor, Any]:
     return value.detach(), [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, ADDITIVE))
-@settings(max_examples=covering.examples(5), deadline=None)
+@pytest.mark.parametrize("name", subsets.one_in(2, ADDITIVE))
+@settings(max_examples=subsets.examples(5), deadline=None)
 @given(data=st.data())
 def test_parts_make_up_the_loss_and_its_gradients(name: str, data: st.DataObject) -> None:
     graph, model = captured(ADDITIVE[name])
@@ -221,7 +221,7 @@ def test_parts_make_up_the_loss_and_its_gradients(name: str, data: st.DataObject
     )
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, MEETING))
+@pytest.mark.parametrize("name", subsets.one_in(2, MEETING))
 def test_what_the_parts_do_not_make_up_is_never_taken_for_it(name: str) -> None:
     graph, _ = captured(MEETING[name])
     assert not derive_composition(graph).is_proven and not statistics_of(graph.code.fx)
@@ -230,7 +230,7 @@ def test_what_the_parts_do_not_make_up_is_never_taken_for_it(name: str) -> None:
         loss_couples_samples(graph, 2, 1)
 
 
-@settings(max_examples=covering.examples(10), deadline=None)
+@settings(max_examples=subsets.examples(10), deadline=None)
 @given(data=st.data())
 def test_replicas_count_what_one_worker_counts(data: st.DataObject) -> None:
     graph, _ = captured(normalized)

@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
-import models
 from polylane.graph.batch import flatten
 from polylane.graph.capture.capture import capture
 from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.derivation import derive_composition
-from seen_orders import proven_orders, seen_orders
+from tests.support import models, subsets
+from tests.support.reference.computed_layouts import proven_orders, seen_orders
 
 
 class Own(nn.Module):
@@ -187,12 +186,12 @@ def last(compute: Callable[[Tensor], Tensor]) -> tuple[BatchLayout | None, Batch
     return proven_orders(graph).get("head/linear"), seen.layouts["head/linear"]
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, BREAKING))
+@pytest.mark.parametrize("name", subsets.one_in(2, BREAKING))
 def test_what_turns_samples_around_is_not_taken_for_order(name: str) -> None:
     assert last(BREAKING[name]) == (None, BatchLayout.UNKNOWN)
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, KEEPING))
+@pytest.mark.parametrize("name", subsets.one_in(2, KEEPING))
 def test_what_leaves_samples_in_order_is_proven_to(name: str) -> None:
     assert last(KEEPING[name]) == (BatchLayout.SHARDED_BY_SAMPLE, BatchLayout.SHARDED_BY_SAMPLE)
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from eager_and_captured import captured
 from torch import Tensor, nn
 
-import models
 from polylane.graph.batch import flatten
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
 from polylane.recipe import Mean
 from polylane.samples.mean_loss import splits_exactly
+from tests.support import models
+from tests.support.reference.eager_and_captured import captured
 
 
 def verdict(model: nn.Module, loss: Any, batch: Any) -> str | None:
@@ -45,7 +45,7 @@ def test_in_batch_negatives_name_the_product() -> None:
     told = verdict(case.model(), case.loss, case.batch(6, 0))
     assert told is not None
     assert told.startswith("the loss is not a mean over samples: matmul in the model (")
-    assert "modules.py:" in told
+    assert "hard_models.py:" in told
     assert "depend on the others" in told
 
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import covering
-from compiling import compile_training
 from polylane.cluster.spec import parse
 from polylane.commands.verify import _sentence
 from polylane.compile.objectives import Objective, build_objectives
@@ -20,7 +18,9 @@ from polylane.errors import PolylaneError
 from polylane.plan.fixed_keys import parse_fixed
 from polylane.planner.find_plans import find_plans
 from polylane.verify.verify import verify
-from training import batch_of, classify, sgd
+from tests.support import subsets
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import batch_of, classify, sgd
 
 
 class Residual(nn.Module):
@@ -100,7 +100,7 @@ def notes_of(norm: Any, plan: str, samples: int = 16) -> list[str]:
     return [str(each.message) for each in caught if str(each.message).startswith("microbatches=")]
 
 
-@pytest.mark.parametrize("norm", covering.one_in(2, DEPENDENT))
+@pytest.mark.parametrize("norm", subsets.one_in(2, DEPENDENT))
 def test_a_note_names_the_modules_and_the_size_of_a_microbatch(norm: Any) -> None:
     (note,) = notes_of(norm, "pipeline=2")
     assert note.startswith(
@@ -110,7 +110,7 @@ def test_a_note_names_the_modules_and_the_size_of_a_microbatch(norm: Any) -> Non
     assert not notes_of(norm, "pipeline=2,microbatches=1")
 
 
-@pytest.mark.parametrize("norm", covering.one_in(2, INDEPENDENT))
+@pytest.mark.parametrize("norm", subsets.one_in(2, INDEPENDENT))
 def test_no_note_where_samples_do_not_meet(norm: Any) -> None:
     assert not notes_of(norm, "pipeline=2")
 
@@ -123,7 +123,7 @@ def test_statistics_of_own_operators_keep_the_batch_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", covering.one_in(2, ["", "microbatches=4", "data=2,replicas=round-robin", "pipeline=2"])
+    "asked", subsets.one_in(2, ["", "microbatches=4", "data=2,replicas=round-robin", "pipeline=2"])
 )
 def test_a_search_keeps_batches_whole_unless_told_otherwise(asked: str) -> None:
     torch.manual_seed(0)

@@ -7,12 +7,12 @@ from fractions import Fraction
 
 import pytest
 
-from playing import interleaved_live_bound
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.interleaved import interleaved
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import one_forward_one_backward
+from tests.support.simulated_tasks import interleaved_live_bound
 
 
 def drawn(lane: tuple[Action, ...], ranks: int) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from test_synchronous import drawn
 
 from polylane.cost.simulator.schedule_tasks import simulate_replicas, simulate_schedule
 from polylane.schedule.round_robin import WARM_UPS, count_workers_ahead, replica_lanes
 from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
+from tests.schedule.test_synchronous import drawn
 
 CHAIN = StageGraph.chain(2)
 

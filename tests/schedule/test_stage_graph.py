@@ -8,7 +8,7 @@ from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.graph.partition import Partition
 from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import CyclicStages, StageGraph
-from synthetic import chain
+from tests.support.synthetic_graphs import chain
 
 
 @pytest.mark.parametrize("edge", [(0, 3), (3, 0), (-1, 0), (0, -1)])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from polylane.schedule.action import Action, ActionKind
-from polylane.schedule.schedules import SCHEDULES, live_bound, schedule_lanes
+from polylane.schedule.schedules import SCHEDULES, schedule_lanes
 from polylane.schedule.synchronous import all_forward_all_backward, naive, one_forward_one_backward
+from tests.support.simulated_tasks import live_bound
 
 
 def drawn(lane: tuple[Action, ...]) -> str:
@@ -55,8 +56,6 @@ def test_live_bounds() -> None:
 def test_counts_below_one_are_refused(schedule: str, stages: int, microbatches: int, named: str) -> None:
     with pytest.raises(ValueError, match=f"{named}.* at least 1, not"):
         schedule_lanes(schedule, stages, microbatches)
-    with pytest.raises(ValueError, match=f"{named}.* at least 1, not"):
-        live_bound(schedule, stages, microbatches, 0)
 
 
 def test_counts_that_are_not_whole_are_refused() -> None:
@@ -65,11 +64,5 @@ def test_counts_that_are_not_whole_are_refused() -> None:
 
 
 def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
-    for call in (lambda: schedule_lanes("zigzag", 2, 2), lambda: live_bound("zigzag", 2, 2, 0)):
-        with pytest.raises(ValueError, match="unknown schedule 'zigzag': choose one of naive, afab, 1f1b"):
-            call()
-
-
-def test_a_stage_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="stage must lie between 0 and 3, not 4"):
-        live_bound("1f1b", 4, 8, 4)
+    with pytest.raises(ValueError, match="unknown schedule 'zigzag': choose one of naive, afab, 1f1b"):
+        schedule_lanes("zigzag", 2, 2)

@@ -9,9 +9,10 @@ import pytest
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.live import peak_live
-from polylane.schedule.schedules import assign_stages, live_bound, schedule_lanes, splits_backward
+from polylane.schedule.schedules import assign_stages, schedule_lanes, splits_backward
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.zero_bubble import zero_bubble_h1, zero_bubble_h2, zero_bubble_v
+from tests.support.simulated_tasks import live_bound
 
 SIGNS = {ActionKind.FORWARD: "", ActionKind.BACKWARD_INPUT: "<", ActionKind.BACKWARD_WEIGHT: "="}
 

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
 from polylane.compile.objectives import Objective
 from polylane.graph.capture.capture import capture
 from polylane.placement.enumerate_strategies import enumerate_strategies
@@ -18,6 +17,7 @@ from polylane.placement.strategy import RankCall, Strategy
 from polylane.sharding.admissible import SplitDemands, axes_collide
 from polylane.sharding.solve import solve
 from polylane.verify.verify import verify
+from tests.support import subsets
 
 VOCABULARY, LENGTH = 2000, 64
 
@@ -64,7 +64,7 @@ def test_a_loss_is_split_by_positions_and_by_words(loss: object) -> None:
     assert splits["tensor"].placement(("head/linear", 0)) == Shard(2, even_cuts(VOCABULARY, 2))
 
 
-@pytest.mark.parametrize("loss", covering.one_in(2, [by_positions, flattened]))
+@pytest.mark.parametrize("loss", subsets.one_in(2, [by_positions, flattened]))
 def test_it_computes_what_one_device_computes(loss: object) -> None:
     torch.manual_seed(0)
     objective = Objective("loss", loss, lambda pairs: torch.optim.AdamW([p for _, p in pairs], lr=0.01))  # type: ignore[arg-type]

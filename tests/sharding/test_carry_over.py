@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import covering
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
 from polylane.placement.enumerate_strategies import enumerate_strategies
@@ -18,6 +17,7 @@ from polylane.placement.strategy import Strategy
 from polylane.sharding.admissible import SplitDemands, cuts_each_sample_alike, sample_dims, shards_samples
 from polylane.sharding.carry_over import _replicated_strategy, carry_over_split
 from polylane.sharding.solve import solve
+from tests.support import subsets
 
 
 class Mixed(nn.Module):
@@ -45,7 +45,7 @@ def mixed() -> Graph:
     return GRAPH
 
 
-@settings(max_examples=covering.examples(15), deadline=None)
+@settings(max_examples=subsets.examples(15), deadline=None)
 @given(st.integers(1, 5), st.integers(1, 7), st.sampled_from([2, 3]), st.sampled_from(["tensor", "sequence"]))
 def test_the_same_for_other_samples(before: int, after: int, degree: int, purpose: str) -> None:
     first, second = view_operators(mixed(), before, degree), view_operators(mixed(), after, degree)

@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from models import example_case
 from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.graph.capture.capture import capture
 from polylane.placement.enumerate_strategies import enumerate_strategies
@@ -15,6 +14,7 @@ from polylane.placement.placement import Replicate, local_shape
 from polylane.sharding.cost_model import CostSetting
 from polylane.sharding.explain import explain, format_explanation
 from polylane.sharding.layout import choose_layout
+from tests.support.models import example_case
 
 GPT = {"layers": "6", "hidden": "64", "heads": "8", "seq_len": "32", "vocab": "128"}
 

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import covering
 from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture
@@ -28,6 +27,7 @@ from polylane.sharding.admissible import SplitDemands, admissible_options
 from polylane.sharding.constraints import choice_labels
 from polylane.sharding.cost_model import CostSetting, LayoutPrediction, list_redistributions, predict_split
 from polylane.sharding.solve import SLACK, carry_over, equivalence_classes, solve
+from tests.support import subsets
 
 FAST = RankSpeed(flops=1e9, bytes=1e9, latency=1e-7, bandwidth=1e9)
 SLOW = RankSpeed(flops=1e9, bytes=1e9, latency=1e-3, bandwidth=1e6)
@@ -127,7 +127,7 @@ def fewer(found: StrategyOptions, most: int, random: int) -> StrategyOptions:
     )
 
 
-@settings(max_examples=covering.examples(20), deadline=None)
+@settings(max_examples=subsets.examples(20), deadline=None)
 @given(
     st.sampled_from([Pair, FROZEN, Fork]),
     st.sampled_from(["tensor", "sequence", "data"]),

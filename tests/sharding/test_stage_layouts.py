@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-import models
 from polylane.graph.capture.capture import capture
 from polylane.graph.partition import balance_stages
 from polylane.placement.placement import REPLICATE, Shard
@@ -14,6 +13,7 @@ from polylane.plan.fit_to_graph import plan_from_partition
 from polylane.plan.spec import parse
 from polylane.sharding.layout import Layout
 from polylane.sharding.stage_layouts import StageLayouts, check_peers, choose_layouts
+from tests.support import models
 
 
 def test_what_replicas_hold_of_a_value_is_the_same_on_stages_with_as_many() -> None:

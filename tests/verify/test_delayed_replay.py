@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
 from polylane.compile.objectives import Objective
 from polylane.verify.verify import verify
-from training import sgd
+from tests.support import subsets
+from tests.support.workers.training import sgd
 
 LENGTHS = (5, 5, 5, 7, 7, 5, 5)
 
@@ -40,7 +40,7 @@ def batch(length: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     "plan",
-    covering.one_in(
+    subsets.one_in(
         2,
         [
             "pipeline=3,schedule=pipedream,vertical_sync=yes",

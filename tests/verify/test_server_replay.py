@@ -10,22 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
-from compiling import compile_training
+from benchmarks.stragglers import Straggler, slow_down
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.plan.spec import parse
 from polylane.recipe import Mean
 from polylane.runtime.job import Job
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate, count_staleness
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.verify.record import ComparedTraining, ReferenceRun
 from polylane.verify.server_replay import replay_updates
-from training import adamw, assert_state, batch_of, classify, mlp, sgd
+from tests.support import subsets
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import adamw, assert_state, batch_of, classify, mlp, sgd
 
 BATCHES = [batch_of(8, seed=i) for i in range(8)]
-MADE_SLOW = "slow=1:3"
+SLOW = {1: Straggler(3)}  # a rank whose passes take three times as long
 
 
 @dataclass
@@ -49,7 +50,7 @@ def run(
     model: nn.Module, plan: str, batches: Any = BATCHES, *, loss: Any = classify, optimizer: Any = sgd, **options: Any
 ) -> tuple[CompiledTraining, list[Seen]]:
     objectives = build_objectives(loss, optimizer, options.pop("scheduler", None))
-    evaluates = options.pop("evaluates", False)
+    evaluates, stragglers = options.pop("evaluates", False), options.pop("stragglers", {})
     prepared = compile_training(model, objectives, batches[0], plan, evaluation=evaluates)
 
     def work(_: Any) -> Seen:
@@ -57,7 +58,8 @@ def run(
             found = seen(job, batches)
             return replace(found, loss=job.evaluate(batches[0])) if evaluates else found
 
-    return prepared, fork_workers(work, prepared.plan.processes)
+    with slow_down(stragglers):
+        return prepared, fork_workers(work, prepared.plan.processes)
 
 
 def check(prepared: CompiledTraining, workers: list[Seen], batches: Any = BATCHES, **options: Any) -> ReferenceRun:
@@ -85,9 +87,9 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "optimizer"), covering.one_in(2, covering.pairs(PLANS, [*OPTIMIZERS]), several=True))
+@pytest.mark.parametrize(("plan", "optimizer"), subsets.one_in(2, subsets.pairs(PLANS, [*OPTIMIZERS]), several=True))
 def test_the_weights_of_the_recorded_order(plan: str, optimizer: str) -> None:
-    prepared, workers = run(mlp(6, 8, 4), f"{plan},{MADE_SLOW}", optimizer=OPTIMIZERS[optimizer], clip_norm=0.5)
+    prepared, workers = run(mlp(6, 8, 4), plan, optimizer=OPTIMIZERS[optimizer], clip_norm=0.5, stragglers=SLOW)
     check(prepared, workers, clip_norm=0.5)
     for order in workers[0].orders:
         assert [update.version for update in order] == list(range(1, len(BATCHES) * prepared.plan.data + 1))
@@ -96,8 +98,8 @@ def test_the_weights_of_the_recorded_order(plan: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("bound", [1, 2])
 def test_nobody_is_further_ahead_than_allowed_and_somebody_is_as_far(bound: int) -> None:
-    plan = f"data=3,servers=2,staleness={bound},slow=1:30"
-    prepared, workers = run(mlp(6, 8, 4), plan)
+    plan = f"data=3,servers=2,staleness={bound}"
+    prepared, workers = run(mlp(6, 8, 4), plan, stragglers={1: Straggler(30)})
     check(prepared, workers)
     for order in workers[0].orders:
         assert max(update.steps_ahead for update in order) == bound
@@ -105,13 +107,13 @@ def test_nobody_is_further_ahead_than_allowed_and_somebody_is_as_far(bound: int)
 
 
 def test_without_a_bound_the_others_do_not_wait_for_a_slow_one() -> None:
-    _, workers = run(mlp(6, 8, 4), "data=2,servers=1,staleness=any,slow=1:60")
+    _, workers = run(mlp(6, 8, 4), "data=2,servers=1,staleness=any", stragglers={1: Straggler(60)})
     assert max(update.steps_ahead for update in workers[0].orders[0]) > 2
 
 
 def test_replicas_without_samples_make_no_update_and_hold_nobody_up() -> None:
     batches = [batch_of(n, seed=n) for n in (6, 2, 1, 2, 1, 6)]
-    prepared, workers = run(mlp(6, 8, 4), f"data=3,servers=2,staleness=1,{MADE_SLOW}", batches)
+    prepared, workers = run(mlp(6, 8, 4), "data=3,servers=2,staleness=1", batches, stragglers=SLOW)
     check(prepared, workers, batches)
     per_replica = [sum(update.replica == r for update in workers[0].orders[0]) for r in range(3)]
     assert per_replica == [6, 4, 2]
@@ -128,8 +130,8 @@ def test_means_schedulers_and_running_statistics() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
-    plan = f"data=2,servers=2,staleness=any,{MADE_SLOW}"
-    prepared, workers = run(model, plan, loss=some, scheduler=halving, evaluates=True)
+    plan = "data=2,servers=2,staleness=any"
+    prepared, workers = run(model, plan, loss=some, scheduler=halving, evaluates=True, stragglers=SLOW)
     again = check(prepared, workers)
     whole = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double().eval()
     whole.load_state_dict(dict(again.state))
@@ -140,7 +142,7 @@ def test_means_schedulers_and_running_statistics() -> None:
 def test_dropout() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4)).double()
-    prepared, workers = run(model, f"data=2,servers=1,staleness=any,{MADE_SLOW}", seed=7)
+    prepared, workers = run(model, "data=2,servers=1,staleness=any", seed=7, stragglers=SLOW)
     check(prepared, workers, seed=7)
 
 
@@ -160,8 +162,7 @@ def test_evaluation_and_weights_in_between_change_nothing() -> None:
 
 
 def test_what_the_workers_are_told_of_their_staleness() -> None:
-    plan = f"data=2,servers=1,staleness=any,{MADE_SLOW}"
-    prepared, workers = run(mlp(6, 8, 4), plan)
+    prepared, workers = run(mlp(6, 8, 4), "data=2,servers=1,staleness=any", stragglers=SLOW)
     for replica, worker in enumerate(workers):
         own = [update for update in worker.orders[0] if update.replica == replica]
         assert worker.stale == [update.staleness for update in own]

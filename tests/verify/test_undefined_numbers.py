@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
 from polylane.verify.verify import verify
-from training import adamw
+from tests.support.workers.training import adamw
 
 
 @pytest.mark.parametrize(("factor", "word"), [(float("nan"), "NaN"), (float("inf"), "infinite")])

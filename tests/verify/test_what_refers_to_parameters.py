@@ -11,7 +11,7 @@ from torch import nn
 
 from polylane.compile.objectives import build_objectives
 from polylane.verify.verify import verify
-from training import batch_of, classify
+from tests.support.workers.training import batch_of, classify
 
 BATCH = batch_of(8)[0].float(), batch_of(8)[1]
 OPTIMIZERS: dict[int, torch.optim.Optimizer] = {}

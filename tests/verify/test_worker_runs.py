@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import covering
-from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.runtime.job import Job
 from polylane.verify import worker_runs
 from polylane.verify.free_run import FreeRun, train_freely
 from polylane.verify.record import ComparedTraining
 from polylane.verify.worker_runs import can_start_again, run_on_workers
-from training import Pairs, adamw, batch_of, classify
+from tests.support import subsets
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import Pairs, adamw, batch_of, classify
 
 BATCHES = [batch_of(8, seed=step) for step in range(3)]
 CALLS: list[str] = []  # what factories count in this file's globals
@@ -91,7 +91,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "plan"), covering.one_in(2, PLANS, several=True))
+@pytest.mark.parametrize(("model", "plan"), subsets.one_in(2, PLANS, several=True))
 def test_a_second_run_gives_the_bits_of_the_first(model: type[nn.Module], plan: str) -> None:
     training = training_of(model(), plan)
     assert can_start_again(training)

@@ -1,1 +1,1 @@
-"""plan="auto": the best plan for the workers that are here, found by one of them and told to all."""
+"""plan="auto": the best plan for the workers that are here, found by rank 0 and sent to all."""

@@ -12,12 +12,13 @@ from polylane.cost.operators.profile import Profile
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.errors import PolylaneError
 from polylane.graph.batch import take_first_samples
+from polylane.graph.capture.export import ModelWithLoss
 from polylane.graph.graph import Graph
 from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
 from polylane.plan.plan import Plan
 from polylane.planner.find_plans import check_batch, find_plans
 from polylane.planner.search import SearchResult
-from polylane.profiling.host_contention import together
+from polylane.profiling.host_contention import measure_model_contention
 from polylane.profiling.profile_model import profiled
 from polylane.runtime.workers import allocator
 from polylane.samples.microbatch_limit import min_samples
@@ -91,7 +92,8 @@ def measure(graph: Graph, problem: TrainingProblem, copies: int = 1) -> Profile 
         return profile
     half = take_first_samples(leaves, max(fewest, problem.samples // 2))
     counts = {count for count in COPIES if count <= copies}
-    return replace(profile, host_contention=together(model, objective.loss, half, rebuild, counts))
+    model_with_loss = ModelWithLoss(model, objective.loss, rebuild)
+    return replace(profile, host_contention=measure_model_contention(model_with_loss, half, counts))
 
 
 def announce_best(answer: SearchResult) -> Plan:

@@ -7,14 +7,14 @@ from polylane.auto.plan_broadcast import compute_on_rank0
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.plan.fixed_keys import parse_auto
-from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec, parse
+from polylane.plan.plan import AnyPlan, Plan
+from polylane.plan.spec import parse
 from polylane.probe.machine import running_cluster
 from polylane.runtime.transport.shared_memory.rendezvous import host_identity
 from polylane.runtime.workers.world import World
 
 
-def resolve_plan(world: World, problem: TrainingProblem, plan: str | Spec | Plan) -> Spec | Plan:
+def resolve_plan(world: World, problem: TrainingProblem, plan: str | AnyPlan) -> AnyPlan:
     """Return the plan to be trained: the given one, parsed, or for "auto" the best one, the same on all workers.
 
     Rank 0 measures the model's nodes while the others wait, and prints on stderr what it chose.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,17 +23,20 @@ from polylane.diagnosis.page_layout import Phase
 from polylane.errors import PolylaneError
 from polylane.faults import told_as_fault
 from polylane.graph.capture.export import Loss
-from polylane.plan.plan import Plan
+from polylane.plan.options import OPTIONS
+from polylane.plan.plan import AnyPlan
 from polylane.plan.recompute import without_budgets
 from polylane.plan.spec import Spec, default_microbatches
 from polylane.runtime.job import Job
 from polylane.runtime.progress.script_watch import ScriptOnHang, watch_script
 from polylane.runtime.start_line import announce_training
-from polylane.runtime.workers.idle_cores import threads_of_idle_cores
+from polylane.runtime.workers.threads import threads_of_idle_cores
 from polylane.runtime.workers.world import World
 from polylane.verify.audit import AuditMode
 from polylane.verify.audit.audit_start import start_auditor
 from polylane.verify.audit.training_audit import attach_audit
+
+JobKind = TypeVar("JobKind", bound=Job)
 
 
 @told_as_fault("polylane.parallelize")
@@ -43,7 +46,7 @@ def parallelize(
     optimizer: torch.optim.Optimizer | OptimizerFactory | Mapping[str, torch.optim.Optimizer | OptimizerFactory],
     *,
     example: Any,
-    plan: str | Spec | Plan = "data=1",
+    plan: str | AnyPlan = "data=1",
     scheduler: SchedulerFactory | Mapping[str, SchedulerFactory] | None = None,
     batch_size: int | None = None,
     clip_norm: float | None = None,
@@ -95,28 +98,30 @@ def parallelize(
     world = watch_script(World.join(), on_hang, hang_after)
     of_loss = build_objectives(loss, optimizer, scheduler)  # type: ignore[arg-type]  # see TrainingProblem
     problem = TrainingProblem(model, of_loss, example, batch_size, init, device=world.accelerator)
-    compiled = _compile(world, problem, resolve_plan(world, problem, plan), alone)
-    return _start_job(world, compiled, audit, example=example, clip_norm=clip_norm, seed=seed)
+    compiled = compile_for(world, problem, resolve_plan(world, problem, plan), alone)
+    return start_job(Job, world, compiled, audit, example=example, clip_norm=clip_norm, seed=seed)
 
 
-def _start_job(world: World, compiled: CompiledTraining, audit: AuditMode, **options: Any) -> Job:
+def start_job(
+    kind: type[JobKind], world: World, compiled: CompiledTraining, audit: AuditMode, **options: Any
+) -> JobKind:
     """Say what is trained, and return this worker's job of it, whose steps are audited."""
     announce_training(compiled.plan, world)
     audits = start_auditor(audit, compiled, world, **options)
     # Workers were not forked from one process: their models may differ, and rank 0's weights are broadcast.
-    job = Job(compiled, world, **options, same_weights=world.size == 1)
+    job = kind(compiled, world, **options, same_weights=world.size == 1)
     attach_audit(audits, job)
     world.progress.enter(Phase.SCRIPT)
     return job
 
 
-def _compile(world: World, problem: TrainingProblem, spec: Spec | Plan, alone: bool) -> CompiledTraining:
+def compile_for(world: World, problem: TrainingProblem, spec: AnyPlan, alone: bool) -> CompiledTraining:
     """Return the training, compiled for all workers, or what a single worker makes of the plan.
 
     Args:
         world: this worker among all workers.
         problem: what is to be trained.
-        spec: the plan that was asked for, in one line or complete.
+        spec: the requested plan, in one line or complete.
         alone: whether it may be a plan for several workers.
 
     Raises:
@@ -130,7 +135,7 @@ def _compile(world: World, problem: TrainingProblem, spec: Spec | Plan, alone: b
         return compile_training(problem, _alone(spec, problem.samples), fewer=spec.microbatches is None)
 
 
-def _refuse_single_process(spec: Spec | Plan) -> None:
+def _refuse_single_process(spec: AnyPlan) -> None:
     """Refuse a plan for several workers in a single process.
 
     Raises:
@@ -146,20 +151,15 @@ def _refuse_single_process(spec: Spec | Plan) -> None:
     )
 
 
-def _alone(spec: Spec | Plan, samples: int) -> Spec:
+def _alone(spec: AnyPlan, samples: int) -> Spec:
     """Return the same training for one worker: the same microbatches, without anything to schedule or synchronize.
 
     Args:
         spec: the plan for several workers.
         samples: number of samples of a batch, which decides how many microbatches there are where the plan does not.
     """
-    microbatches = spec.microbatches if isinstance(spec, Plan) else default_microbatches(spec, samples)
+    options = {key: value for key, value in spec.option_values().items() if OPTIONS[key].applies_alone}
+    options["microbatches"] = default_microbatches(spec, samples)
     # Budgets are of stages: what one of them can keep within, the whole model may not.
-    recompute = without_budgets(spec.recompute)
-    return Spec(
-        microbatches=microbatches,
-        precision=spec.precision,
-        recompute=recompute,
-        per_sample=tuple(spec.per_sample),
-        compile=spec.compile,
-    )
+    options["recompute"] = without_budgets(spec.recompute)
+    return Spec(**options)

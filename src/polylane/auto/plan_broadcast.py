@@ -13,12 +13,11 @@ from polylane.auto.same_capture import RecordedProblem, find_difference
 from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PeerLost, PolylaneError, format_plural
-from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec
+from polylane.plan.plan import AnyPlan, Plan
 from polylane.runtime.plain_data import plain_objects as objects
 from polylane.runtime.plain_data.serialization import register_type
 from polylane.runtime.workers.failure import Failure
-from polylane.runtime.workers.idle_cores import threads_of_idle_cores
+from polylane.runtime.workers.threads import threads_of_idle_cores
 from polylane.runtime.workers.world import World
 
 T = TypeVar("T")
@@ -79,13 +78,13 @@ def _told(error: Exception) -> tuple[str | None, str | None]:
     return None, f"{failure.error_type}: {failure.error_message}"
 
 
-def compile_on_all_ranks(world: World, problem: TrainingProblem, spec: Spec | Plan) -> CompiledTraining:
+def compile_on_all_ranks(world: World, problem: TrainingProblem, spec: AnyPlan) -> CompiledTraining:
     """Compile the problem on every worker, with the plan that rank 0 completes and so the same cuts everywhere.
 
     Args:
         world: the process group of all workers.
         problem: the same model, losses and form of batches on each of them.
-        spec: the plan that was asked for, in one line or complete.
+        spec: the requested plan, in one line or complete.
 
     Raises:
         PolylaneError: on every worker, where rank 0 could not compile, or another worker's model is not the same.
@@ -120,7 +119,7 @@ def compile_on_all_ranks(world: World, problem: TrainingProblem, spec: Spec | Pl
     return prepared
 
 
-def _try_compile(problem: TrainingProblem, plan: Spec | Plan) -> tuple[CompiledTraining | None, PolylaneError | None]:
+def _try_compile(problem: TrainingProblem, plan: AnyPlan) -> tuple[CompiledTraining | None, PolylaneError | None]:
     try:
         return compile_training(problem, plan), None
     except PolylaneError as error:

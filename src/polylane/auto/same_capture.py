@@ -20,7 +20,7 @@ from polylane.graph.graph import Graph
 from polylane.runtime.parameters.broadcast import digest_tensor
 from polylane.runtime.workers.world import World
 
-# What may differ where the computation at a node does not: which accelerator, where an object lies, who reads it.
+# What may differ where the computation at a node does not: which accelerator, the address of an object, who reads it.
 _OF_A_PROCESS = re.compile(r"(?<=\w):\d+(?=')|0x[0-9a-f]+|\[num_users=\d+\] = ")
 
 Line = tuple[str, str]  # of one node: its name with the user's line, and all that it computes

@@ -1,6 +1,6 @@
 """Commit: makes a folder of written files a checkpoint, and removes old ones; by the standard library alone.
 
-A writer process does it, which starts without torch: waiting for the disk is no matter of the training.
+The writer process does it, without torch, so that the training does not wait for the disk.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import secrets
 import shutil
 
 MANIFEST = "manifest.json"
+# A writer that died leaves a folder of the second kind; what is being removed has a name of the third.
 STEP = re.compile(r"step-(\d{8,18})\Z")
 UNFINISHED = re.compile(r"\.step-(\d{8,18})\.[0-9a-f]{8}\Z")
 REMOVED = re.compile(r"\.removed-[0-9a-f]{8}\Z")
@@ -20,7 +21,7 @@ REMOVED = re.compile(r"\.removed-[0-9a-f]{8}\Z")
 def list_steps(root: str, form: re.Pattern[str] = STEP) -> list[tuple[int, str]]:
     """Return (step, folder) of the folders with a manifest, the oldest first.
 
-    A folder of which nobody may say whether there is one counts: who reads it says why that cannot be done.
+    A folder whose manifest cannot be looked up, for lack of permission say, counts: reading it raises the error.
 
     Args:
         root: folder of the run's checkpoints.
@@ -30,6 +31,7 @@ def list_steps(root: str, form: re.Pattern[str] = STEP) -> list[tuple[int, str]]
         OSError: what is in the folder cannot be read.
     """
     steps = []
+    # A run that has saved nothing yet has no folder of checkpoints.
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(root):
             folder = os.path.join(root, name)
@@ -72,6 +74,7 @@ def commit_folder(root: str, unfinished: str, step: int, manifest: str, keep: in
         os.fsync(file.fileno())
     _sync_folder(unfinished)
     folder = os.path.join(root, f"step-{step:08d}")
+    # Two renames, since no system call replaces a folder that has files by another one.
     if os.path.exists(folder):
         os.rename(folder, _removed_name(root))
     os.rename(unfinished, folder)
@@ -89,6 +92,7 @@ def remove_unfinished(root: str) -> None:
     A writer that outlived its worker may be about to give such a folder its name. It fails then, since the folder is
     put aside before its first file is removed: no checkpoint lacks files.
     """
+    # A folder that cannot be removed costs space on the disk, and no training ends for that.
     with contextlib.suppress(OSError):
         for name in os.listdir(root):
             if UNFINISHED.match(name):
@@ -98,7 +102,7 @@ def remove_unfinished(root: str) -> None:
 
 def _put_aside(root: str, folder: str) -> None:
     """Rename a folder that is to be removed: without some of its files it must not look like a checkpoint."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # then it stays, whole
         os.rename(folder, _removed_name(root))
 
 
@@ -123,7 +127,8 @@ def _removed_name(root: str) -> str:
 
 
 def _sync_folder(folder: str) -> None:
-    """Wait until a folder's entries are on the disk; nothing where the system has no such call."""
+    """Wait until a folder's entries are on the disk."""
+    # Some file systems cannot sync a folder: their renames are on the disk in order, or this is all that can be done.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

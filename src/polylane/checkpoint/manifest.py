@@ -2,7 +2,7 @@
 
     {"polylane_checkpoint": 1, "digest": "9f2c...", "content": {...}}
 
-``digest`` is the SHA-256 of the content's text: a manifest that was edited or cut off is told from a whole one.
+``digest`` is the SHA-256 of the content's text, by which a manifest that was edited or cut off is recognized.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class SavedTensor(StrictMapping):
                 f"it has the shape {list(self.shape)} of {self.dtype}, expected pairs of {', '.join(PARTS)} in the "
                 "last dimension: it is said to be complex"
             )
+        # By volume first: it finds most errors, and says in numbers what is wrong.
         volume = 0
         for chunk in self.chunks:
             if not len(chunk.offsets) == len(chunk.shape) == len(self.shape):
@@ -129,7 +130,7 @@ class Manifest(StrictMapping):
             for chunk in tensor.chunks:
                 if chunk.file not in self.files:
                     raise ValueError(f"tensors.{name} is in {chunk.file}, which is not among its files")
-                # Nobody makes room for more than there is: no two chunks have the same bytes.
+                # A forged manifest must not make a reader allocate more than the files hold.
                 size = math.prod(chunk.shape) * ITEM_BYTES[tensor.dtype]
                 sizes[chunk.file] += size
                 if sizes[chunk.file] > self.files[chunk.file]:
@@ -196,7 +197,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise PolylaneError(
             f"checkpoint {folder}: there is no {MANIFEST}: it is no checkpoint, or one whose writing was interrupted"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:  # of the disk, or a byte in it that is no text
         raise PolylaneError(f"checkpoint {path}: cannot be read: {getattr(error, 'strerror', '') or error}") from None
     return parse_manifest(text, str(path))
 
@@ -213,6 +214,7 @@ def parse_manifest(text: str, path: str) -> Manifest:
     """
     try:
         outer = json.loads(text)
+    # Brackets in brackets by the thousand exhaust Python's stack: such a file was not written here.
     except (ValueError, RecursionError) as error:
         raise PolylaneError(f"checkpoint {path}: is no JSON ({str(error)[:80]}): it was cut off or edited") from None
     form = outer.get("polylane_checkpoint") if isinstance(outer, dict) else None
@@ -227,7 +229,7 @@ def parse_manifest(text: str, path: str) -> Manifest:
         )
     try:
         digest = _digest(json.dumps(outer["content"], separators=(",", ":"), allow_nan=False))
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # NaN, which Python's reader of JSON takes and its writer is forbidden here
         digest = "of what no checkpoint has"
     if digest != outer["digest"]:
         raise PolylaneError(

@@ -1,4 +1,4 @@
-"""Reading: fills a worker's part of a saved tensor from the chunks that have its elements, by checksum."""
+"""Reading: fills a worker's part of a saved tensor from the chunks with its elements, and checks their checksums."""
 
 from __future__ import annotations
 
@@ -102,6 +102,7 @@ class CheckpointReader:
             raise PolylaneError(
                 f"checkpoint {self.folder}: {name} has the shape {list(saved.shape)}, and more is needed"
             )
+        # Chunks do not overlap (the manifest is checked for that): elements can be counted instead of marked.
         volume = 0
         for chunk in saved.chunks:
             chunk_region = Rectangle(chunk.offsets, chunk.shape)
@@ -117,7 +118,8 @@ class CheckpointReader:
             )
 
     def read_chunk(self, name: str, chunk: Chunk, saved: SavedTensor) -> Tensor:
-        """Return a chunk's tensor, and check it; the latest is kept, of which several pieces may be wanted."""
+        """Return a chunk's tensor, and check it."""
+        # The latest is kept: the pieces of one worker often are parts of the same chunk, one after the other.
         key = (chunk.file, chunk.key)
         if self._latest is not None and self._latest[0] == key:
             return self._latest[1]
@@ -126,7 +128,7 @@ class CheckpointReader:
             if chunk.file not in self._files:
                 self._files[chunk.file] = safe_open(str(path), framework="pt")
             tensor: Tensor = self._files[chunk.file].get_tensor(chunk.key)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError) as error:  # a header that was overwritten, a tensor that is not in the file
             raise PolylaneError(
                 f"checkpoint {path}: {name} is damaged, expected {list(chunk.shape)} of {DTYPES[saved.dtype]}, found: "
                 f"{_first_line(error)}; {name_another(self.folder)}"

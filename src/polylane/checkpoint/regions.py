@@ -22,7 +22,7 @@ from polylane.program.boxes import IndexBox, box_shape, with_positions
 
 Span = tuple[int, int]  # (begin, end) of elements in row-major order
 
-_PRIME = 2**127 - 1
+_PRIME = 2**127 - 1  # of a field so large that different polynomials practically never have equal values
 _MOST_COMPARED = 2**20  # pairs of rectangles, in search of two that overlap
 
 
@@ -51,7 +51,7 @@ class Rectangle:
         return Rectangle(begins, shape) if all(length > 0 for length in shape) else None
 
     def slices_in(self, outer: Rectangle) -> tuple[slice, ...]:
-        """Return where this rectangle lies in the tensor that holds an outer one."""
+        """Return the slices of this rectangle in the tensor that holds an outer one."""
         starts = [offset - outer_offset for offset, outer_offset in zip(self.offsets, outer.offsets, strict=True)]
         return tuple(slice(start, start + length) for start, length in zip(starts, self.shape, strict=True))
 
@@ -81,8 +81,8 @@ def cover_once(shape: Sequence[int], rectangles: Iterable[Rectangle]) -> bool:
 
 
 def find_overlap(rectangles: Sequence[Rectangle]) -> tuple[int, int] | None:
-    """Return the places of two rectangles with common elements; None where none were found in bounded time."""
-    # By where they begin in the first dimension: those that end before one begins are passed over for good.
+    """Return the indices of two rectangles with common elements; None where none were found in bounded time."""
+    # A sweep along the first dimension: rectangles that end before the present one begins are dropped for good.
     active, compared = list[int](), 0
     for index in sorted(range(len(rectangles)), key=lambda index: rectangles[index].offsets[:1]):
         rectangle = rectangles[index]

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-BLOCK = 4 << 20  # bytes that are written at once
-_ALIGN = 8
+BLOCK = 4 << 20  # bytes that are written at once: large enough for a disk, and a writer looks often whether to give up
+_ALIGN = 8  # safetensors has its tensors begin at such multiples
 
 
 @dataclass(frozen=True)

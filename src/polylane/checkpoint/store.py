@@ -7,7 +7,8 @@
             manifest.json
         .step-00001000.9c41e07a/    being written, or left by a writer that died
 
-Files are on the disk before their folder gets its name, and the newest is found by looking: no pointer can be torn.
+Files are on the disk before their folder gets its name. The newest one is found by listing the folders: a file that
+names it could itself be half written.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class CheckpointStore:
             PolylaneError: the folder cannot be read, or is none.
         """
         root = str(self.root)
+        # A run without the folder has no checkpoints; a file or a broken link in its place is a mistake.
         if os.path.lexists(root) and not os.path.isdir(root):
             raise PolylaneError(f"checkpoints {root}: cannot be read: it is no folder, or a link to none")
         try:
@@ -96,7 +98,7 @@ class CheckpointStore:
         return Path(commit_folder(root, str(unfinished), manifest.step, text, self.keep))
 
     def remove_leftovers(self) -> None:
-        """Remove what interrupted writers and removals have left; what is complete but for its name gets that.
+        """Remove what interrupted writers and removals have left; a folder that lacks nothing but its name gets it.
 
         Only where no other process writes here.
         """
@@ -134,6 +136,7 @@ def open_checkpoint(path: Path) -> tuple[Path, Manifest]:
         raise PolylaneError(f"checkpoint {path}: there is no such folder") from None
     except OSError as error:
         raise PolylaneError(f"checkpoint {path}: cannot be read: {error.strerror or error}") from None
+    # Users give the run's folder as well as that of its checkpoints.
     for root in (path, path / "checkpoints"):
         if not os.path.lexists(path / MANIFEST) and CheckpointStore(root).list_steps():
             newest = CheckpointStore(root).find_newest()
@@ -192,7 +195,8 @@ def _measure_file(path: Path) -> tuple[int, str]:
     """Return the size of a file in bytes, -1 where there is none, and what an error says of it."""
     try:
         status = path.stat()
-        if stat.S_ISREG(status.st_mode):  # who may not read it is told so: safetensors says that it is not there
+        # Opened for the error's sake: of a file without permission to read, safetensors says that it does not exist.
+        if stat.S_ISREG(status.st_mode):
             os.close(os.open(path, os.O_RDONLY))
     except OSError as error:
         return -1, f"cannot be read ({error.strerror or error})"

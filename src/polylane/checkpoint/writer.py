@@ -1,4 +1,4 @@
-"""Writer process: writes shard files from memory that a worker shares with it, while the worker trains on.
+"""Writer process: writes shard files from memory that a worker shares with it, while the worker continues to train.
 
 ``python -m polylane.checkpoint.writer DESCRIPTOR PARENT`` reads orders from its input and answers each, all as
 lines of JSON:
@@ -24,7 +24,7 @@ from polylane.checkpoint.commit import commit_folder
 from polylane.checkpoint.shard_file import Entry, write_shard_file
 from polylane.parent_death import die_with_parent
 
-NICENESS = 5  # the workers compute first
+NICENESS = 5  # lower priority than the workers: a checkpoint may take longer, a step should not
 
 
 def main(descriptor: int) -> None:
@@ -57,7 +57,7 @@ def _carry_out(order: dict[str, object], descriptor: int) -> dict[str, object]:
                 memoryview(mapped) as memory,
             ):
                 written = write_shard_file(str(order["path"]), entries, memory, _end_with_worker)
-    except OSError as error:
+    except OSError as error:  # a full disk, a quota: an answer, after which the worker may give another order
         return {"error": error.strerror or str(error)}
     return {"size": written.size, "checksums": written.checksums}
 

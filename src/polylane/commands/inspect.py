@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from polylane.compile.training_problem import TrainingProblem
     from polylane.cost.operators.profile import Both
     from polylane.graph.graph import Graph
-    from polylane.plan.plan import Plan
-    from polylane.plan.spec import Spec
+    from polylane.plan.plan import AnyPlan
 
 _OF_A_RANK = ("parameters", "gradients", "values", "time")  # columns of a stage's table that are of one rank
 
@@ -43,7 +42,7 @@ def run(request: InspectRequest) -> None:
     plan = None if request.plan is None else _chosen(request.plan, request)
     recipe = inputs.open_recipe(request)
     # Torch is imported only now, after all that can be checked without it.
-    from polylane.runtime.workers.fork import limit_to_one_thread
+    from polylane.runtime.workers.threads import limit_to_one_thread
 
     limit_to_one_thread()
     problem = inputs.open_problem(recipe, request).problem
@@ -61,7 +60,7 @@ def run(request: InspectRequest) -> None:
         _show(graph, report)
 
 
-def _chosen(text: str, request: InspectRequest) -> Spec | Plan:
+def _chosen(text: str, request: InspectRequest) -> AnyPlan:
     """Return the plan, which may be for any number of workers, since none is started."""
     fixed = parse_auto(text)
     return inputs.read_plan(text) if fixed is None else inputs.find_plan(request, fixed=fixed)
@@ -83,7 +82,7 @@ def _cut(request: InspectRequest, prepared: CompiledTraining, seconds: tuple[Bot
     return report
 
 
-def _prepared(problem: TrainingProblem, plan: Spec | Plan) -> tuple[CompiledTraining, tuple[Both, ...]]:
+def _prepared(problem: TrainingProblem, plan: AnyPlan) -> tuple[CompiledTraining, tuple[Both, ...]]:
     """Return the training compiled for a plan, and (forward, backward) seconds of every node.
 
     The graph is captured with one worker's local samples, so that shapes and times are those of a worker.

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from polylane.recipe import Recipe
 
+LargeBatch = Literal["lars", "lamb"]
+RateRule = Literal["linear", "sqrt"]
+
 # LARS multiplies its rate by a trust ratio with a coefficient of 0.001. Parameters without that ratio (biases, norms)
 # take this fraction of the rate instead.
 PLAIN = 0.005
@@ -36,9 +39,9 @@ class LearningRateOptions:
     """
 
     batch: int
-    optimizer: Literal["lars", "lamb"] | None = None
+    optimizer: LargeBatch | None = None
     lr: float | None = None
-    rule: Literal["linear", "sqrt"] | None = None
+    rule: RateRule | None = None
     base_batch: int | None = None
     warmup: int = 0
 

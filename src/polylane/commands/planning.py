@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from polylane.cost.operators.training_options import TrainingOptions
     from polylane.graph.graph import Graph
     from polylane.plan.fixed_keys import FixedKeys
-    from polylane.plan.plan import Plan
-    from polylane.plan.spec import Spec
+    from polylane.plan.plan import AnyPlan
     from polylane.planner.memory_reserve import MemoryReserve
     from polylane.planner.problem import CapturedProblem
     from polylane.recipe import Recipe
@@ -59,7 +58,7 @@ def capture_for_prediction(
         PolylaneError: one of the recipe's functions raised, or did not return what it should; the model cannot be
             captured, or nothing was measured of it.
     """
-    from polylane.runtime.workers.fork import limit_to_one_thread
+    from polylane.runtime.workers.threads import limit_to_one_thread
 
     limit_to_one_thread()
     problem, graph = _capture(recipe, request.batch)
@@ -156,43 +155,74 @@ def sync_options(request: PredictRequest) -> dict[str, Any]:
     return options
 
 
-def patch_plan(plan: Spec | Plan, request: SimulateRequest) -> Spec | Plan:
+def _refuse_clash(request: PredictRequest, key: str, planned: Any, unsaid: Any, hint: str = "") -> None:
+    """Refuse an option that says another value than a key of the plan.
+
+    Args:
+        request: the options of the command, one of which is refused.
+        key: the plan's key, which is the option's name as well.
+        planned: the value that the plan says.
+        unsaid: value of a plan that does not have the key.
+        hint: what to do, behind the sentence.
+    """
+    option = "dtype" if key == "precision" else key
+    value = getattr(request, option)
+    if value is not None and planned not in (unsaid, value):
+        raise PolylaneError(f"--{option} {value}, but the plan says {key}={planned}{hint}")
+
+
+def patch_plan(plan: AnyPlan, request: SimulateRequest) -> AnyPlan:
     """Return a plan with the options of a command as keys of its own: the options say what its keys would say.
 
     Raises:
         PolylaneError: an option contradicts a key of the plan, or the plan cannot have both.
     """
-    from polylane.plan.plan import Plan, check
+    from polylane.plan.options import PRECISIONS
+    from polylane.plan.plan import Plan
     from polylane.plan.recompute import NONE, format_recompute, parse_recompute
-    from polylane.plan.spec import PRECISIONS, Spec
     from polylane.plan.sync import SUM
 
-    options = sync_options(request)
-    for name, value in options.items():
-        planned = getattr(plan.sync, name)
-        if planned not in (value, getattr(SUM, name)):
-            raise PolylaneError(f"--{name} {value}, but the plan says {name}={planned}: leave one of them out")
-    if request.dtype not in (None, plan.precision) and plan.precision != Spec.precision:
-        raise PolylaneError(
-            f"--dtype {request.dtype}, but the plan says precision={plan.precision}: leave one of them out"
-        )
-    _check_chunks(plan, request.chunks)
-    # float16 is priced alone: no plan says it.
-    precision = request.dtype if request.dtype in PRECISIONS else plan.precision
-    sync = plan.sync.changed(**options) if options else plan.sync
-    recompute = plan.recompute if request.recompute is None else parse_recompute(request.recompute)
-    if plan.recompute not in (NONE, recompute):
-        clash = f"--recompute {request.recompute}, but the plan says recompute={format_recompute(plan.recompute)}"
-        raise PolylaneError(f"{clash}: leave one of them out")
-    plan = _with_schedule(plan, request.schedule, said=_says_schedule(plan, request.plan))
+    hint, options, changes = ": leave one of them out", sync_options(request), dict[str, Any]()
+    for key in options:
+        _refuse_clash(request, key, getattr(plan.sync, key), getattr(SUM, key), hint)
+    _refuse_clash(request, "precision", plan.precision, PRECISIONS[0], hint)
+    _refuse_clash(request, "chunks", plan.most_chunks if isinstance(plan, Plan) else plan.chunks, 1, hint)
+    if options:
+        changes["sync"] = plan.sync.changed(**options)
+    if request.dtype in PRECISIONS:  # float16 is priced alone: no plan says it
+        changes["precision"] = request.dtype
+    if request.recompute is not None:
+        changes["recompute"] = rule = parse_recompute(request.recompute)
+        # A rule can be written in several ways: rules are compared, not texts.
+        if plan.recompute not in (NONE, rule):
+            _refuse_clash(request, "recompute", format_recompute(plan.recompute), NONE, hint)
+    return plan.changed(**changes, **_schedule_changes(plan, request))
+
+
+def _schedule_changes(plan: AnyPlan, request: SimulateRequest) -> dict[str, Any]:
+    """Return the schedule that an option asks for, as keys of the plan; a plan in one line gets its chunks as well.
+
+    Raises:
+        PolylaneError: the plan names another one, be it the default, or the schedule is not known.
+    """
+    from polylane.plan.plan import Plan
+    from polylane.plan.spec import Spec, says_schedule
+    from polylane.schedule.schedules import DEFAULT_CHUNKS, RUNNABLE
+
+    schedule = request.schedule
+    if schedule is None or schedule == plan.schedule:
+        return {}
+    # A file names its schedule by a key, a line by a word.
+    is_named = "schedule" in plan.model_fields_set if isinstance(plan, Plan) else says_schedule(request.plan)
+    _refuse_clash(request, "schedule", plan.schedule, None if is_named else Spec.schedule, ": leave one of them out")
+    if schedule not in RUNNABLE:
+        raise PolylaneError(f"--schedule {schedule} is not known, known are {', '.join(RUNNABLE)}")
     if isinstance(plan, Plan):
-        patched = plan.model_copy(update={"sync": sync, "precision": precision, "recompute": recompute})
-        check(patched)  # pydantic does not validate a copy with changes
-        return patched
-    return replace(plan, sync=sync, precision=precision, recompute=recompute)
+        return {"schedule": schedule}
+    return {"schedule": schedule, "chunks": DEFAULT_CHUNKS.get(schedule, 1) if plan.pipeline > 1 else 1}
 
 
-def with_microbatches(plan: Spec | Plan, graph: Graph, batch: int) -> Spec | Plan:
+def with_microbatches(plan: AnyPlan, graph: Graph, batch: int) -> AnyPlan:
     """Return a plan with the number of microbatches that its training takes, where the plan leaves that open.
 
     Args:
@@ -200,59 +230,12 @@ def with_microbatches(plan: Spec | Plan, graph: Graph, batch: int) -> Spec | Pla
         graph: the captured graph, whose batches may have to stay whole.
         batch: samples of a step, over all workers.
     """
-    from polylane.plan.spec import Spec, default_microbatches
+    from polylane.plan.spec import default_microbatches
     from polylane.samples.batch_division import choose_whole_batches
 
-    if not isinstance(plan, Spec) or plan.microbatches is not None:
+    if plan.microbatches is not None:
         return plan
-    return replace(plan, microbatches=choose_whole_batches(plan, [graph], default_microbatches(plan, batch)))
-
-
-def _check_chunks(plan: Spec | Plan, chunks: int | None) -> None:
-    """Refuse another number of chunks than the plan's own.
-
-    Raises:
-        PolylaneError: the plan has chunks, and others are given.
-    """
-    from polylane.plan.plan import Plan
-
-    plan_chunks = plan.most_chunks if isinstance(plan, Plan) else plan.chunks
-    if chunks is not None and plan_chunks > 1 and chunks != plan_chunks:
-        raise PolylaneError(f"--chunks {chunks}, but the plan says chunks={plan_chunks}: leave one of them out")
-
-
-def _says_schedule(plan: Spec | Plan, text: str) -> bool:
-    """Return whether a plan names its schedule, be it the default: a file by its key, a line by its word."""
-    from polylane.plan.plan import Plan
-    from polylane.plan.spec import says_schedule
-
-    return "schedule" in plan.model_fields_set if isinstance(plan, Plan) else says_schedule(text)
-
-
-def _with_schedule(plan: Spec | Plan, schedule: str | None, said: bool) -> Spec | Plan:
-    """Return the plan with another schedule, where one is given; a plan in one line gets its chunks as well.
-
-    Args:
-        plan: what the schedule is exchanged of.
-        schedule: the schedule that an option asks for; None: the plan's own.
-        said: whether the plan names its schedule, which may be the default.
-
-    Raises:
-        PolylaneError: the plan says another one, or its stages do not allow it.
-    """
-    from polylane.plan.plan import Plan
-    from polylane.plan.spec import Spec
-    from polylane.schedule.schedules import DEFAULT_CHUNKS, RUNNABLE
-
-    if schedule is None or schedule == plan.schedule:
-        return plan
-    if said or plan.schedule != Spec.schedule:
-        raise PolylaneError(f"--schedule {schedule}, but the plan says schedule={plan.schedule}: leave one of them out")
-    if schedule not in RUNNABLE:
-        raise PolylaneError(f"--schedule {schedule} is not known, known are {', '.join(RUNNABLE)}")
-    if isinstance(plan, Plan):
-        return plan.model_copy(update={"schedule": schedule})  # checked with what else changes
-    return replace(plan, schedule=schedule, chunks=DEFAULT_CHUNKS.get(schedule, 1) if plan.pipeline > 1 else 1)
+    return plan.changed(microbatches=choose_whole_batches(plan, [graph], default_microbatches(plan, batch)))
 
 
 def fixed_keys(text: str | None, request: PredictRequest) -> FixedKeys:
@@ -265,15 +248,11 @@ def fixed_keys(text: str | None, request: PredictRequest) -> FixedKeys:
 
     fixed = parse_fixed(text) if text else FixedKeys()
     options = sync_options(request)
-    for name, value in options.items():
-        if name in fixed.sync_keys and getattr(fixed.sync, name) != value:
-            raise PolylaneError(f"--{name} {value}, but the plan says {name}={getattr(fixed.sync, name)}")
-    if fixed.precision is not None and request.dtype not in (None, fixed.precision):
-        raise PolylaneError(f"--dtype {request.dtype}, but the plan says precision={fixed.precision}")
-    for name in ("schedule", "chunks", "recompute"):
-        option, plan_value = getattr(request, name), getattr(fixed, name)
-        if None not in (option, plan_value) and option != plan_value:
-            raise PolylaneError(f"--{name} {option}, but the plan says {name}={plan_value}")
+    for key in options:
+        if key in fixed.sync_keys:
+            _refuse_clash(request, key, getattr(fixed.sync, key), None)
+    for key in ("precision", "schedule", "chunks", "recompute"):
+        _refuse_clash(request, key, getattr(fixed, key), None)
     if request.chunks is not None and request.chunks < 1:
         raise PolylaneError(f"--chunks must be at least 1, not {request.chunks}")
     option = parse_fixed(f"recompute={request.recompute}") if request.recompute is not None else fixed
@@ -308,6 +287,6 @@ def method_of(request: PredictRequest) -> TrainingOptions:
     mode = request.recompute or NONE
     try:
         parse_recompute(mode)
-        return TrainingOptions(dtype, True, mode if mode in MODES else NONE, request.overlap)  # type: ignore[arg-type]
+        return TrainingOptions(dtype, True, mode if mode in MODES else NONE, request.overlap)
     except PolylaneError as error:
         raise PolylaneError(f"--{error}") from None  # the message begins with the option's name

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from polylane.graph.graph import Graph
     from polylane.probe.conclusion import MeasuredMachine
     from polylane.probe.effort import Effort
-    from polylane.runtime.workers.fork import WorkerContext
+    from polylane.runtime.workers.started_worker import WorkerContext
 
 BUSY = 0.5  # load average per core above which the user is told that the machine was busy
 
@@ -47,7 +47,7 @@ def run(request: ProbeRequest, effort: Effort | None = None) -> None:
     if output is not None:
         _check_writable(output)
     from polylane.probe.machine import check_workers, usual_workers
-    from polylane.runtime.workers.fork import limit_to_one_thread
+    from polylane.runtime.workers.threads import limit_to_one_thread
 
     limit_to_one_thread()
     count = usual_workers() if workers is None else workers
@@ -160,16 +160,14 @@ class _Display:
 
 def _recipe(request: RecipeRequest, workers: int) -> dict[str, Any]:
     """Measure a recipe's nodes in a process of their own, keep the profile, and return its figures as plain data."""
-    from polylane.probe.machine import accelerators
-    from polylane.runtime.workers.fork import fork_workers, threads_per_worker
-    from polylane.runtime.workers.spawn import spawn_workers
+    from polylane.runtime.workers.team import choose_start_method, start_workers
+    from polylane.runtime.workers.threads import threads_per_worker
 
     start, path = time.perf_counter(), request.recipe
     if not request.json:
         print(f"measuring the operators of {path}", file=sys.stderr, flush=True)
-    # With an accelerator a new process is needed, since CUDA does not work after a fork.
     worker = partial(_measure_worker, request, threads_per_worker(workers))
-    file, nodes, samples = (spawn_workers if accelerators() else fork_workers)(worker, 1)[0]
+    file, nodes, samples = start_workers(worker, 1, start_method=choose_start_method())[0]
     seconds = time.perf_counter() - start
     if not request.json:
         sizes = ", ".join(map(str, samples))

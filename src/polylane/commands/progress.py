@@ -84,6 +84,19 @@ class Lines:
         """Do nothing: there is no bar to be removed."""
 
 
+class NoLines(Lines):
+    """No progress: of a script, which prints its own."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    def begin(self, message: dict[str, Any]) -> None:
+        """Do nothing: the workers say what they train."""
+
+    def step(self, message: dict[str, Any]) -> None:
+        """Do nothing: the script prints what it wants to."""
+
+
 class Bar(Lines):
     """Progress as a live bar. It has a thread, and so starts with the first message: after the workers were forked."""
 

@@ -5,17 +5,19 @@ Plain data without torch: a request is made before torch is imported, and is sen
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from polylane.runtime.workers.stop_request import GRACE
 from polylane.verify.audit import AuditMode
 
 if TYPE_CHECKING:
     from polylane.commands.learning_rates import LearningRateOptions
-    from polylane.plan.plan import Plan
-    from polylane.plan.spec import Spec
+    from polylane.plan.plan import AnyPlan
+
+Request = TypeVar("Request")
 
 OnNan = Literal["stop", "warn"]
 OnDiskError = Literal["warn", "stop"]
@@ -41,6 +43,19 @@ def default_restarts(restarts: int | None, workers: WorkerRange | None) -> int:
     return 0 if workers is None or workers.fewest is None else workers.most - workers.fewest
 
 
+def build_request(request_class: type[Request], options: Mapping[str, Any]) -> Request:
+    """Return the request of a command's options, which have the names of its attributes.
+
+    Args:
+        request_class: class of the command's request.
+        options: what was given, by name; None where an option was not given and has no default: it has the request's.
+    """
+    given_options = {name: value for name, value in options.items() if value is not None}
+    # An option that may be repeated comes as a list.
+    tuples = {name: tuple(value) for name, value in given_options.items() if isinstance(value, list)}
+    return request_class(**given_options | tuples)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecipeRequest:
     """The options of every command that reads a recipe: which one, and batches of which size.
@@ -61,18 +76,27 @@ class RecipeRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkersRequest(RecipeRequest):
+class PlanChoice:
     """The options of a command that runs a plan on workers of this machine, or on those that torchrun started.
 
     Attributes:
         workers: number of workers; None: as many as the plan takes.
         plan: a line, the path of a plan file, or "auto"; None: replicas on all workers. A command replaces it by the
-            parsed plan, and leaves "auto" only under torchrun, where the workers find the plan once they are connected.
-        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
+            parsed plan, and leaves "auto" only where the workers find the plan once they are connected.
     """
 
     workers: int | None = None
-    plan: str | Spec | Plan | None = None
+    plan: str | AnyPlan | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersRequest(RecipeRequest, PlanChoice):
+    """The options of a command that runs a recipe under a plan.
+
+    Attributes:
+        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
+    """
+
     clip_norm: float | None = None
 
 
@@ -83,8 +107,7 @@ class SavingOptions:
     Attributes:
         save_every: text of the interval of checkpoints: "500" steps, "10m", or "auto"; None: none are saved.
         keep: number of newest complete checkpoints that are kept.
-        resume: "auto" for the newest complete checkpoint of the run's folder, or a fresh start where there is none; or
-            the path of a checkpoint; None: a fresh start.
+        resume: "auto" for the newest complete checkpoint of the run's folder, if any; or the path of one; None: begin.
         max_restarts: times that workers are started again after one has died.
     """
 
@@ -114,36 +137,22 @@ class TroubleOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainRequest(WorkersRequest):
-    """The options of ``polylane train``.
+class FolderRequest(PlanChoice):
+    """The options of a command whose workers train, and leave files in a run's folder.
 
     Attributes:
-        fewest_workers: number of workers down to which the training goes on when some are lost; None: none may be.
-        epochs: times through the training data; None: as many as ``steps`` take, or one where these are None as well.
-        steps: optimizer steps after which the training ends; None: it ends after ``epochs``.
         run_folder: the folder for the run's files; None: a new folder below ``run/``.
-        on_nan: reaction to a loss that is not finite: "stop", naming the first operator, or "warn" and go on.
-        audit: whether some steps are made a second time as the user wrote them, and what follows from a difference.
-        drop_last: leave out an epoch's last batch where it has fewer samples than the others.
-        rates: changes to the recipe's optimizer and learning rates.
         saving: checkpoints, and going on from one.
         trouble: reactions to hangs, disks and signals.
-        model_path: the file that the weights are written to; None until the run's folder is claimed.
+        audit: whether some steps are made a second time as the user wrote them, and what follows from a difference.
         checkpoints: folder of the run's checkpoints; None until the run's folder is claimed.
-        resume_from: folder of the checkpoint that was found for ``resume``; None: a fresh start.
+        resume_from: folder of the checkpoint that was found for ``saving.resume``; None: a fresh start.
     """
 
-    fewest_workers: int | None = None
-    epochs: int | None = None
-    steps: int | None = None
     run_folder: Path | None = None
-    on_nan: OnNan = "stop"
-    audit: AuditMode = "auto"
-    drop_last: bool = False
-    rates: LearningRateOptions
     saving: SavingOptions = SavingOptions()
     trouble: TroubleOptions = TroubleOptions()
-    model_path: Path | None = None
+    audit: AuditMode = "auto"
     checkpoints: Path | None = None
     resume_from: Path | None = None
 
@@ -152,10 +161,46 @@ class TrainRequest(WorkersRequest):
         """Whether checkpoints are saved during the training, so that a stop signal waits for one."""
         return self.saving.save_every is not None
 
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest(WorkersRequest, FolderRequest):
+    """The options of ``polylane train``.
+
+    Attributes:
+        fewest_workers: number of workers down to which the training goes on when some are lost; None: none may be.
+        epochs: times through the training data; None: as many as ``steps`` take, or one where these are None as well.
+        steps: optimizer steps after which the training ends; None: it ends after ``epochs``.
+        on_nan: reaction to a loss that is not finite: "stop", naming the first operator, or "warn" and go on.
+        drop_last: leave out an epoch's last batch where it has fewer samples than the others.
+        rates: changes to the recipe's optimizer and learning rates.
+        model_path: the file that the weights are written to; None until the run's folder is claimed.
+    """
+
+    fewest_workers: int | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    on_nan: OnNan = "stop"
+    drop_last: bool = False
+    rates: LearningRateOptions
+    model_path: Path | None = None
+
     @property
     def is_elastic(self) -> bool:
         """Whether the training may go on with another number of workers than its plan takes."""
         return self.fewest_workers is not None or self.saving.resume == "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest(FolderRequest):
+    """The options of ``polylane run``.
+
+    Attributes:
+        script: the path of a Python file that calls ``polylane.prepare``.
+        arguments: the script's own arguments.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,9 +245,11 @@ class VerifyRequest(WorkersRequest):
         steps: number of optimizer steps that are trained and compared.
         resume: whether a training from a checkpoint is compared with the unbroken one, in place of one worker's.
         resume_plan: the plan that goes on from the checkpoint as well; None: the same plan alone.
+        arguments: of a script in place of a recipe, the words behind its name.
     """
 
     steps: int
+    arguments: tuple[str, ...] = ()
     resume: bool = False
     resume_plan: str | None = None
 
@@ -334,7 +381,7 @@ class LanesRequest:
         json: print the figures as one JSON object, in place of the picture.
     """
 
-    schedule: str | None
+    schedule: str | None = None
     compare: bool = False
     stages: str
     chunks: int | None = None

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from polylane.graph.graph import Graph
     from polylane.graph.partition import Partition
     from polylane.observe.timeline import Timeline
-    from polylane.plan.plan import Plan
-    from polylane.plan.spec import Spec
+    from polylane.plan.plan import AnyPlan, Plan
 
 TOP = 12  # most rows of a stage in a printed breakdown
 
@@ -110,7 +109,7 @@ def check(request: SimulateRequest, auto_keys: FixedKeys | None) -> None:
         raise PolylaneError("--reserve is for plans that are searched, with --plan auto: this plan is given")
 
 
-def divide_further(plan: Spec | Plan, chunks: int) -> Spec | Plan:
+def divide_further(plan: AnyPlan, chunks: int) -> AnyPlan:
     """Return the plan with that many stages on every worker; as it is for 1.
 
     Raises:
@@ -125,20 +124,16 @@ def divide_further(plan: Spec | Plan, chunks: int) -> Spec | Plan:
     return plan if isinstance(plan, Plan) or chunks == 1 else plan.with_chunks(chunks)
 
 
-def check_plan(plan: Spec | Plan, cluster: Cluster) -> None:
-    """Refuse a plan that the cluster has too few devices for, or that has stragglers of its own.
+def check_plan(plan: AnyPlan, cluster: Cluster) -> None:
+    """Refuse a plan that the cluster has too few devices for.
 
     Raises:
-        PolylaneError: the plan takes more workers than there are devices, or slows ranks down on purpose.
+        PolylaneError: the plan takes more workers than there are devices.
     """
     if plan.workers > cluster.count:
         raise PolylaneError(
             f"the plan takes {format_plural(plan.workers, 'worker')}, but the cluster has "
             f"{format_plural(cluster.count, 'device')}"
-        )
-    if plan.slow:
-        raise PolylaneError(
-            "slow in a plan is for runs: leave it out, and give --slow RANK=SPEED to predict a straggler"
         )
 
 

@@ -15,19 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polylane import recipe as recipes
-from polylane.commands.requests import RecipeRequest, WorkersRequest
+from polylane.commands.requests import PlanChoice, RecipeRequest, WorkersRequest
 from polylane.errors import INTERRUPTIONS, PolylaneError, describe_error, describe_message
 from polylane.plan import spec as specs
 from polylane.plan.fixed_keys import FixedKeys, parse_auto
 from polylane.plan.spec import Spec
 from polylane.recipe import Recipe, RecipeError
 from polylane.runtime.workers.forked_child import end_forked_children
+from polylane.runtime.workers.launch_environment import is_launched, read_number
 
 if TYPE_CHECKING:
     from torch import nn
 
     from polylane.compile.training_problem import TrainingProblem
-    from polylane.plan.plan import Plan
+    from polylane.plan.plan import AnyPlan, Plan
 
 
 # Most workers that are started on one host: this many, or this many for each core if that is more.
@@ -37,17 +38,26 @@ EACH_CORE = 4
 # The plan ------------------------------------------------------------------------------------------------------------
 
 
-def choose_plan(request: WorkersRequest) -> Spec | Plan:
+def choose_plan(request: WorkersRequest) -> AnyPlan:
     """Return the plan that a command line asks for: one line, a file or "auto"; without any, replicas on all workers.
 
     Raises:
         PolylaneError: the plan cannot be parsed, or takes another number of workers, or more than a host can start.
     """
+    if (fixed := parse_auto(request.plan)) is not None:
+        return find_plan(request, request.workers, fixed)
+    return fit_plan(request)
+
+
+def fit_plan(request: PlanChoice) -> AnyPlan:
+    """Return the plan of one line or a file, or without any that of replicas on all workers.
+
+    Raises:
+        PolylaneError: the plan cannot be parsed, or takes another number of workers, or more than a host can start.
+    """
     text, workers = request.plan, request.workers
-    if (fixed := parse_auto(text)) is not None:
-        return find_plan(request, workers, fixed)
     if text is None:
-        plan: Spec | Plan = Spec(data=workers or int(os.environ.get("WORLD_SIZE", "1")))
+        plan: AnyPlan = Spec(data=workers or read_number("WORLD_SIZE", default=1))
     else:
         plan = read_plan(text) if isinstance(text, str) else text
     if workers is not None and plan.processes != workers:
@@ -55,7 +65,7 @@ def choose_plan(request: WorkersRequest) -> Spec | Plan:
         product += f", and servers={plan.sync.server_count}" if plan.sync.dedicated else ""
         raise PolylaneError(f"--workers {workers}, but the plan takes {plan.processes} ({product}): they must be equal")
     cap = max(MOST_STARTED, EACH_CORE * (os.cpu_count() or 1))
-    if plan.processes > cap and "RANK" not in os.environ:
+    if plan.processes > cap and not is_launched():
         raise PolylaneError(
             f"the plan takes {plan.processes:,} workers, and at most {cap} are started on one host: use fewer, or let "
             "torchrun start them on several hosts"
@@ -75,7 +85,7 @@ def find_plan(request: RecipeRequest, workers: int | None = None, fixed: FixedKe
         PolylaneError: the recipe is wrong, nothing fits, or torchrun started several processes, which would all
             measure at once.
     """
-    if "RANK" in os.environ:
+    if is_launched():
         raise PolylaneError(
             "--plan auto measures in one process: run this command without torchrun, or write the plan first "
             "(polylane inspect RECIPE --plan auto --write plan.yaml) and give that file"
@@ -83,7 +93,7 @@ def find_plan(request: RecipeRequest, workers: int | None = None, fixed: FixedKe
     recipe = open_recipe(request)
     from polylane.auto.choose import announce_best, choose
     from polylane.probe.machine import local_cluster
-    from polylane.runtime.workers.fork import limit_to_one_thread
+    from polylane.runtime.workers.threads import limit_to_one_thread
 
     limit_to_one_thread()
     problem = open_problem(recipe, request).problem
@@ -92,7 +102,7 @@ def find_plan(request: RecipeRequest, workers: int | None = None, fixed: FixedKe
     return announce_best(choose(problem, range(1, max_workers + 1), local_cluster(max_workers), True, fixed))
 
 
-def read_plan(text: str) -> Spec | Plan:
+def read_plan(text: str) -> AnyPlan:
     """Return a plan from one line or from a file.
 
     Raises:

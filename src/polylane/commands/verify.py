@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,13 +11,15 @@ from rich.table import Table
 
 from polylane.commands import user_inputs as inputs
 from polylane.commands.printing import console, print_json, print_line
+from polylane.commands.verifying import script
+from polylane.commands.verifying.script import is_script
 from polylane.errors import PolylaneError, format_plural
 from polylane.plan.spec import format_degrees
+from polylane.runtime.workers.launch_environment import is_launched
 
 if TYPE_CHECKING:
     from polylane.commands.requests import VerifyRequest
-    from polylane.plan.plan import Plan
-    from polylane.plan.spec import Spec
+    from polylane.plan.plan import AnyPlan
     from polylane.verify.verify import FreeRunDeviation, Verdict
 
 ROWS = 20  # most rows of the table; --json has all
@@ -32,8 +33,14 @@ def run(request: VerifyRequest) -> bool:
         PolylaneError: an option, the recipe or the plan is wrong.
         WorkerFailed: an exception ended one of the workers.
     """
-    if "RANK" in os.environ:
+    if is_launched():
         raise PolylaneError("verify starts its own workers: run it without torchrun")
+    if is_script(request.recipe):
+        return script.run(request)
+    if request.arguments:
+        raise PolylaneError(
+            f"{' '.join(request.arguments)}: {request.recipe} is a recipe, which takes --set NAME=VALUE"
+        )
     plan = inputs.choose_plan(request)
     inputs.check_positive("--clip-norm", request.clip_norm)
     _refuse_too_small(request.batch, plan)
@@ -51,7 +58,7 @@ def run(request: VerifyRequest) -> bool:
     return verdict.passed
 
 
-def _refuse_too_small(batch: int, plan: Spec | Plan) -> None:
+def _refuse_too_small(batch: int, plan: AnyPlan) -> None:
     """Refuse a batch with fewer samples than parts, before a model is built, which may take long.
 
     Raises:
@@ -63,12 +70,12 @@ def _refuse_too_small(batch: int, plan: Spec | Plan) -> None:
             raise PolylaneError(f"{key}={parts}: a batch of {samples} cannot be divided into so many parts")
 
 
-def _plan_line(plan: Spec | Plan) -> str:
+def _plan_line(plan: AnyPlan) -> str:
     return ",".join([*format_degrees(plan.group_meshes), f"schedule={plan.schedule}"])
 
 
-def _prove(request: VerifyRequest, plan: Spec | Plan) -> Verdict:
-    from polylane.runtime.workers.fork import limit_to_one_thread
+def _prove(request: VerifyRequest, plan: AnyPlan) -> Verdict:
+    from polylane.runtime.workers.threads import limit_to_one_thread
     from polylane.runtime.workers.world import hide_accelerators
 
     # Before the recipe runs: what is proven is the plan, in float64 on forked workers of the CPU.

@@ -14,12 +14,11 @@ from polylane.plan.sync import PowerSGDOptions, SyncOptions
 
 if TYPE_CHECKING:
     from polylane.commands.requests import VerifyRequest
-    from polylane.plan.plan import Plan
-    from polylane.plan.spec import Spec
+    from polylane.plan.plan import AnyPlan
     from polylane.verify.resuming.resumed_run import ResumeVerdict
 
 
-def run(request: VerifyRequest, plan: Spec | Plan) -> bool:
+def run(request: VerifyRequest, plan: AnyPlan) -> bool:
     """Compare the two trainings, print the outcome, and return whether they are equal.
 
     Args:
@@ -30,7 +29,7 @@ def run(request: VerifyRequest, plan: Spec | Plan) -> bool:
         PolylaneError: an option, the recipe or a plan is wrong.
         WorkerFailed: an exception ended one of the workers.
     """
-    from polylane.runtime.workers.fork import limit_to_one_thread
+    from polylane.runtime.workers.threads import limit_to_one_thread
     from polylane.runtime.workers.world import hide_accelerators
 
     hide_accelerators()

@@ -15,8 +15,7 @@ from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, align_partition, balance_stages
 from polylane.plan import fit_to_graph as fit
-from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec
+from polylane.plan.plan import AnyPlan, Plan
 from polylane.samples.batch_layout import BatchLayout, batch_layouts, explain_unknown
 from polylane.sharding.stage_layouts import (
     SHARED_BY,
@@ -44,7 +43,7 @@ class CompiledGraph:
 
 def cut_graph(
     graph: Graph,
-    plan: Spec | Plan,
+    plan: AnyPlan,
     main: Partition | None,
     measure: Callable[[], Sequence[float]],
     known_layouts: Mapping[str, BatchLayout],

@@ -31,12 +31,12 @@ from polylane.graph.readings.asked_draws import StepDraws
 from polylane.graph.readings.batch_readings import ask_batches
 from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.plan import fit_to_graph as fit
-from polylane.plan.plan import Plan
+from polylane.plan.plan import AnyPlan, Plan
 from polylane.plan.recompute import has_budget
-from polylane.plan.spec import Spec, parse
+from polylane.plan.spec import parse
 from polylane.planner.find_order import find_measured_order
 from polylane.profiling.time_operators import measure, measure_both
-from polylane.samples.batch_division import choose_whole_batches, loss_couples_samples
+from polylane.samples.batch_division import choose_whole_batches, loss_couples_samples, refuse_undividable_samples
 from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.counts import capture_with_counts
 from polylane.samples.derivation import derive_composition
@@ -223,7 +223,7 @@ class CompiledTraining:
 
 def compile_training(
     problem: TrainingProblem,
-    plan: str | Spec | Plan,
+    plan: str | AnyPlan,
     *,
     fewer: bool = False,
     evaluation: bool = False,
@@ -243,12 +243,13 @@ def compile_training(
             samples that cannot be split exactly.
     """
     spec = parse(plan) if isinstance(plan, str) else plan
-    requested = requested_microbatches(spec, problem.samples)
-    samples = captured_samples(spec, problem.samples)
+    requested, samples = requested_microbatches(spec, problem.samples), captured_samples(spec, problem.samples)
     with problem.python_kept():
         graphs = {name: problem.capture(samples, objective) for name, objective in problem.objectives.items()}
+        refuse_undividable_samples(graphs.values() if problem.must_divide else (), spec.per_sample)
         fewest = min_samples_for(spec, graphs.values())
         fewer = fewer or spec.microbatches is None
+        requested = 1 if fewer and problem.must_keep_whole(graphs.values()) else requested
         microbatches = _choose_microbatches(spec, graphs.values(), requested, problem.samples, fewest, fewer)
         partitions, orders, couples = _partition_objectives(problem, graphs, spec, samples, microbatches, seconds)
         if note := note_microbatches(graphs.values(), microbatches, problem.samples):
@@ -304,7 +305,7 @@ def _find_order(
 
 
 def _choose_microbatches(
-    spec: Spec | Plan, graphs: Collection[Graph], requested: int, total: int, fewest: MinSamples, fewer: bool
+    spec: AnyPlan, graphs: Collection[Graph], requested: int, total: int, fewest: MinSamples, fewer: bool
 ) -> int:
     """Choose the number of microbatches, which every graph can be run in.
 
@@ -331,7 +332,7 @@ def _choose_microbatches(
 def _partition_objectives(
     problem: TrainingProblem,
     graphs: Mapping[str, Graph],
-    spec: Spec | Plan,
+    spec: AnyPlan,
     samples: int,
     microbatches: int,
     seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
@@ -354,7 +355,7 @@ def _partition_objectives(
     return partitions, orders, couples
 
 
-def _known_batch_layouts(graph: Graph, plan: Spec | Plan) -> Mapping[str, BatchLayout]:
+def _known_batch_layouts(graph: Graph, plan: AnyPlan) -> Mapping[str, BatchLayout]:
     """Return the batch layouts of a graph's values as far as they are known; none where a plan does not need them."""
     return derive_composition(graph, plan.per_sample).batch_layouts if plan.resplits_batch else {}
 
@@ -379,7 +380,7 @@ def _shard_operators(
     return split_operators(partitions, plan, -(-problem.samples // microbatches), reasons, sampled)
 
 
-def _complete_plan(main: Partition, spec: Spec | Plan, microbatches: int) -> Plan:
+def _complete_plan(main: Partition, spec: AnyPlan, microbatches: int) -> Plan:
     """Complete the plan with the stages' nodes and the graph's fingerprint."""
     if isinstance(spec, Plan):
         return fit.with_fingerprint(spec, main.graph)

@@ -42,7 +42,7 @@ def find_dropped_tensors(
         trains: whether there are backward passes at all.
 
     Raises:
-        PolylaneError: a budget that nothing meets.
+        PolylaneError: a budget that no choice of tensors fits.
     """
     graph = partition.graph
     modes = [plan.recompute_of(stage) for stage in range(partition.stages)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from polylane.compile.optimizer_sequence import (
@@ -244,3 +245,38 @@ def build_objectives(
         raise PolylaneError(f"losses {', '.join(sorted(shared))} both have parameters: move them into the model")
     schedulers = scheduler if isinstance(scheduler, Mapping) else dict.fromkeys(loss, scheduler)
     return {name: Objective(name, loss[name], optimizer[name], schedulers.get(name)) for name in loss}
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's ``step`` evaluates the loss itself, by a closure that it must be given."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is None or closure.default is inspect.Parameter.empty:
+        return closure is not None
+    return not type(optimizer).__module__.startswith("torch.") and _steps_by_closure(optimizer)
+
+
+def _steps_by_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a copy of an optimizer, on small parameters, raises without a closure, and calls one with it."""
+    sources = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    calls = list[Tensor]()
+
+    def step(has_closure: bool) -> bool:
+        small = [nn.Parameter(source.new_zeros((1,) * source.dim())) for source in sources]
+
+        def evaluate() -> Tensor:
+            for parameter in small:
+                parameter.grad = torch.zeros_like(parameter)
+            calls.append(torch.zeros(()))
+            return calls[-1]
+
+        try:
+            copied: Any = object.__new__(type(optimizer))  # torch copies an optimizer without a subclass's attributes
+            memo: dict[int, Any] = {id(source): new for source, new in zip(sources, small, strict=True)}
+            vars(copied).update(copy.deepcopy(vars(optimizer), memo))
+            evaluate()
+            copied.step(*([evaluate] if has_closure else []))
+        except Exception:  # a user's optimizer on parameters that it was not written for: whatever it raises
+            return False
+        return True
+
+    return not step(False) and step(True) and len(calls) > 2

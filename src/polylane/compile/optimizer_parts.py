@@ -24,7 +24,7 @@ from polylane.compile.optimizer_trials import (
 from polylane.errors import PolylaneError, describe_error
 from polylane.graph.python_state.gradient_hooks import hooked_names
 
-SIDES = 4  # most groups by which parameters are told apart that are otherwise alike
+SIDES = 4  # most groups that distinguish parameters which are otherwise alike
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def _goes_by_place(factory: OptimizerFactory, trial: Trial) -> bool:
     """Return whether an optimizer treats parameters by their places in a group: a replica has parts of some alone."""
     try:
         return not _are_shares_equal(factory, trial, split_by_bits(list(trial.values))[:2], False)
-    except _ShareFailed:
+    except _ShareFailed:  # it does not run on some of the parameters, as a replica would have it
         return True
 
 

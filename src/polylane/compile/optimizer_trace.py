@@ -146,7 +146,7 @@ def _find_decisions(
             continue
         try:
             values = _train(factory, trial, Origins(mode.sizes, mode.sparse, group), None)
-        except Exception:  # it may refuse such numbers, wherever it meets them
+        except Exception:  # it may refuse such numbers, wherever they come up
             continue
         for name in set(names) - group:
             if not are_equal(base[name], values[name], 0, 0):

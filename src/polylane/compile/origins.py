@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from polylane.graph.nodes.memory import storage_id
 from polylane.graph.python_state.own_objects import innermost_line
 
 # Operators that give tensors to Python, below and above dispatch.
@@ -171,8 +172,7 @@ class SeenArrays(TorchFunctionMode):
 
 
 def _key(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-    return address
+    return storage_id(tensor) if tensor.layout is torch.strided else id(tensor)
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ def _refuse_second_evaluation(parameters: Parameters, objective: Objective, spar
             words = describe_error(error)
         try:
             called = take_step(True)
-        except Exception:
+        except Exception:  # it fails with a closure as well: the first step of the training will say why
             return
     if called:
         raise PolylaneError(

@@ -10,8 +10,7 @@ from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
 from polylane.graph.python_state.own_objects import is_shared_memory
-from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec
+from polylane.plan.plan import AnyPlan, Plan
 from polylane.samples.leaf_effects import collect_effects, effects_by_module
 
 
@@ -75,7 +74,7 @@ def _refuse_lost_writes(graph: Graph, plan: Plan) -> None:
         )
 
 
-def refuse_repeated_effects(graph: Graph, plan: Spec | Plan, microbatches: int) -> None:
+def refuse_repeated_effects(graph: Graph, plan: AnyPlan, microbatches: int) -> None:
     """Refuse microbatches or workers that would run the user's stateful Python more often than one device.
 
     Raises:

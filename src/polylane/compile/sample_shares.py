@@ -69,7 +69,7 @@ def compute_shares(
         batch: samples of the whole batch.
         microbatches: number of microbatches that it is divided into.
         replicas: number of replicas, the data-parallel degree.
-        replica: index of the replica that is asked for.
+        replica: index of the replica whose shares are returned.
         in_turn: whether the replicas compute whole microbatches in turn.
     """
     result = []
@@ -192,7 +192,7 @@ class Batch:
         matches_example = len(sampled) == len(tensors) and all(
             t for t, is_split in zip(tensors, sampled, strict=True) if is_split
         )
-        split_flags = sampled if matches_example else self.sampled
+        split_flags = sampled if matches_example and self.split is None else self.sampled
         refuse_unequal_rows(self.leaves, split_flags, None if self.form is None else self.form.structure)
         moved = to_device(self.leaves, device)
         return Batch(self.samples, moved, self.offsets, split_flags, self.shortest, self.form, self.is_collated)

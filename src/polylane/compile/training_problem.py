@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -32,6 +32,7 @@ from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.plan.plan import Plan
 from polylane.planner.problem import CapturedProblem
 from polylane.samples.counts import capture_with_counts
+from polylane.samples.split_dependence import describe_split_dependence
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ class TrainingProblem:
         in_float64: whether casts to lower types inside keep float64 (for proofs); model and example are float64 then.
         device: accelerator of the worker that trains, on which captured code is checked and its nodes are timed; None:
             the device of the model.
+        keeps_whole_numbers: whether a default number of microbatches is 1 where more would not have the numbers of
+            whole batches (batch normalization), as for a script that had these before.
+        must_divide: whether a batch whose samples are coupled is refused by every plan.
     """
 
     model: nn.Module
@@ -57,6 +61,8 @@ class TrainingProblem:
     init: Init | None = None
     in_float64: bool = False
     device: torch.device | None = None
+    keeps_whole_numbers: bool = False
+    must_divide: bool = False
 
     def __post_init__(self) -> None:
         refuse_uninitialised(self.model)
@@ -83,6 +89,10 @@ class TrainingProblem:
         functions += [factory for sibling in objectives.values() for factory in sibling.factories]
         loss, log = split_log_statements(objective.loss, self.model, functions)
         return replace(objective, loss=loss, log=log)
+
+    def must_keep_whole(self, graphs: Collection[Graph]) -> bool:
+        """Return whether a batch is one microbatch unless the plan says otherwise, for its numbers' sake."""
+        return self.keeps_whole_numbers and bool(describe_split_dependence(graphs))
 
     @property
     def objective(self) -> Objective:
@@ -151,7 +161,7 @@ class TrainingProblem:
         try:
             graph = capture_with_counts(self.model, objective.loss, batch, **options)
         except PolylaneError:
-            # Some of its rows by themselves may be no batch, as of a graph's nodes: what fails on all of it is told.
+            # Some of its rows may be no batch by themselves (nodes of a graph): only a failure on all is an error.
             if samples is None or sample_count(flatten(batch)[0]) == sample_count(self.flat_example[0]):
                 raise
             graph = capture_with_counts(self.model, objective.loss, self.example, **options)

@@ -67,7 +67,7 @@ def _refuse_unusable_parameters(module: nn.Module, prefix: str) -> None:
                 f"the parameter {name} is {kind}, and only dense ones can be trained: make it dense, as "
                 "nn.Parameter(value.to_dense()) does"
             )
-        if torch._debug_has_internal_overlap(parameter) == 1:  # it has; 2: that is too hard to say
+        if any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True)):
             raise PolylaneError(
                 f"several elements of the parameter {name} are the same memory, as of a tensor that was expanded, "
                 "which torch cannot update in place: give it memory of its own, as nn.Parameter(value.clone()) does; "

@@ -1,4 +1,4 @@
-"""Objects that users of PyTorch have at hand, as the functions that a training is made of.
+"""Objects of a training loop in PyTorch (an optimizer, a criterion), as the functions that a training consists of.
 
 given                                       taken as
 torch.optim.SGD(model.parameters(), ...)    a function that builds its like on other parameters, by their names
@@ -74,8 +74,10 @@ class OptimizerObject:
 
 def _copy_attributes(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
     copied = memo[id(optimizer)] = object.__new__(type(optimizer))
-    # A scheduler of the user's has put a function around step() that steps the original.
-    vars(copied).update((k, copy.deepcopy(v, memo)) for k, v in vars(optimizer).items() if k != "step")
+    # A scheduler of the user's has put a function around step() that steps the original; so has a prepared script.
+    wrapped = "step", "zero_grad", "state_dict", "load_state_dict"
+    attributes = {key: value for key, value in vars(optimizer).items() if key not in wrapped}
+    vars(copied).update((key, copy.deepcopy(value, memo)) for key, value in attributes.items())
     return copied
 
 

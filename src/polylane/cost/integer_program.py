@@ -16,13 +16,14 @@ DEAREST = 1e6
 
 # Limit on the nodes of the branch-and-bound tree; mostly the relaxation at the root is integral.
 NODES = 10_000
+# By the status number of scipy's milp.
 STATUS = {0: "optimal", 1: "stopped early", 2: "impossible"}
 
 Term = tuple[int, float]
 
 # Solutions of the latest programs, by their content: a search over meshes states the same program again and again.
 _solved = OrderedDict[bytes, "IntegerSolution"]()
-KEPT = 256
+KEPT = 256  # solutions are small, and a search returns to the latest few
 
 
 @dataclass(frozen=True)

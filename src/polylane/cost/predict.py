@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from polylane.cost.parameter_servers import ServerCosts
 from polylane.cost.plan_cost import CostModel, PlanCost, StagePrediction
-from polylane.cost.simulator.consecutive_steps import overlap_seconds
 from polylane.cost.simulator.server_queue import ServedSteps
+from polylane.cost.simulator.shared_cores import SharedCores
 from polylane.cost.simulator.simulate import simulate_tasks
+from polylane.cost.simulator.task import Task
 from polylane.cost.task_lanes import TaskBuilder
 from polylane.graph.partition import Partition
 from polylane.observe.timeline import Timeline
@@ -21,7 +23,9 @@ from polylane.schedule.action import ActionKind
 
 __all__ = ["CostModel", "Prediction", "StagePrediction", "predict"]
 
-# Up to this many workers each gets a lane of its own, where that is asked for.
+# Steps that are played one behind the other; the distance of the last two is that of all further ones.
+STEPS = 3
+# Up to this many workers each gets a lane of its own, if requested.
 LANES = 64
 
 # Steps of an asynchronous pipeline that are played beyond those in which it fills, to find how long one takes.
@@ -184,3 +188,27 @@ def _lower_programs(scene: PlanCost, partition: Partition, only: Collection[int]
     plan = scene.plan
     partials = tuple(scene.basis.stages.partial_gradient_axes(mesh) for mesh in plan.meshes)
     return {program.rank: program for program in lower(partition, plan, None, partials, only)}
+
+
+def overlap_seconds(lanes: Sequence[Sequence[Task]], step: Timeline, hosts: Sequence[SharedCores] = ()) -> float:
+    """Return the seconds by which equal steps, one behind the other, take less than one step from its start to its end.
+
+    No worker waits for the others between two steps, except in sums that all of them take part in: one whose last pass
+    ends early begins the next step early. A step lasts from where it begins until the last lane is done; many of them
+    take its seconds less these.
+
+    Args:
+        lanes: the tasks of every lane in one step, first to last.
+        step: the timeline of that step alone.
+        hosts: hosts whose lanes share cores, as of :func:`polylane.cost.simulator.simulate.simulate_tasks`.
+    """
+    end = step.makespan()
+    lane_ends = dict.fromkeys(range(len(lanes)), 0.0)
+    for span in step.spans:
+        lane_ends[span.rank] = max(lane_ends[span.rank], span.end)
+    # A step begins in the lanes that receive nothing first. Where these end last, the next one cannot begin earlier.
+    begin = [number for number, lane in enumerate(lanes) if lane and lane[0].action.kind is not ActionKind.RECEIVE]
+    if all(math.isclose(lane_ends[number], end, rel_tol=1e-9) for number in begin):
+        return 0.0
+    short_run, long_run = (simulate_tasks([[*lane] * steps for lane in lanes], hosts) for steps in (STEPS - 1, STEPS))
+    return max(0.0, end - (long_run.makespan() - short_run.makespan()))

@@ -17,7 +17,6 @@ from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory
 from polylane.cost.memory.recompute_choice import SavedValues, drop_by_mode
 from polylane.cost.memory.saved_by_operators import saved_on_rank, trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
-from polylane.cost.operators.training_options import Recompute
 from polylane.cost.weight_halves import HALVING_TRAVERSALS, kept_bytes
 from polylane.graph.capture.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.cut_points import block_positions, crossing_bytes
@@ -25,7 +24,7 @@ from polylane.graph.graph import Graph
 from polylane.placement.operator_view import OperatorView
 from polylane.placement.rewrite import AxisSplit
 from polylane.placement.strategy import OperatorCall
-from polylane.plan.recompute import NONE
+from polylane.plan.recompute import NONE, Mode
 from polylane.plan.spec import Degrees
 
 
@@ -115,7 +114,7 @@ class StageCosts:
         return costs
 
     def with_placements(self, **placements: Collection[str]) -> StageCosts:
-        """Return the costs of other placements: what ``lay`` is told beside the mesh."""
+        """Return the costs of other placements; the arguments are those of ``lay`` besides the mesh."""
         return StageCosts(self.graph, partial(self._lay, **placements), self._float_itemsize, self.setting)
 
     def sharded_graph(self, mesh: Degrees) -> ShardedGraphCost:
@@ -216,7 +215,7 @@ class StageCosts:
         """Names of the nodes of every attention."""
         return find_attention_cores(self.graph)
 
-    def recompute_counts(self, recompute: Recompute) -> Array:
+    def recompute_counts(self, recompute: Mode) -> Array:
         """Return for every node how often it is recomputed in the backward pass: 0 or 1."""
         counts = np.full(len(self.graph.nodes), 1.0 if recompute == "full" else 0.0)
         if recompute == "selective":

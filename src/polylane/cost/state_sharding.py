@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from polylane.plan.sync import SyncOptions
-
-Sharding = Literal["none", "optimizer", "gradients", "parameters"]
+from polylane.plan.sync import Shard, SyncOptions
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,7 @@ class StateSharding:
             sharded parameters always, with sharded gradients where a step has several microbatches.
     """
 
-    kind: Sharding = "none"
+    kind: Shard = "none"
     degree: int = 1
     in_passes: bool = False
 

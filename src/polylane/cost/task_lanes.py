@@ -11,10 +11,11 @@ from functools import cached_property
 from polylane.cost.network import collectives as network
 from polylane.cost.network.alpha_beta import bytes_per_rank
 from polylane.cost.network.compressed_reduction import CompressedReduction, codec_of, price_compressed
+from polylane.cost.network.sync_volume import TrainedTensor
 from polylane.cost.plan_cost import PlanCost
 from polylane.cost.simulator.shared_cores import SharedCores
 from polylane.cost.simulator.task import Task, TransferTime
-from polylane.cost.trained_tensors import bucket_tensors
+from polylane.graph.sparse_gradients import count_exchanged_rows
 from polylane.program.program import GradientBucket, Program
 from polylane.schedule.action import WEIGHT_PASSES, Action, ActionKind
 
@@ -356,3 +357,22 @@ class _Route:
         key = None if self.stages is None else (action.value, action.microbatch, action.gradient, *self.stages)
         message = Action(action.kind, action.stage, action.microbatch, action.value, self.peer_lane, action.gradient)
         return Task(message, bytes=self.size, key=key, transfer=self.transfer)
+
+
+def bucket_tensors(scene: PlanCost, program: Program, bucket: GradientBucket) -> list[TrainedTensor]:
+    """Return the gradients of a bucket on a worker, in the dtype that the optimizer holds the parameters in.
+
+    Args:
+        scene: costs of the plan's stages, with the shards of their parameters.
+        program: the program of the worker.
+        bucket: one of its buckets, with the ranks that sum it.
+    """
+    only_replicas = set(bucket.ranks) == set(program.replicas)
+    graph, sheet, tensors = scene.partition.graph, scene.sharded_graph(program.stage), list[TrainedTensor]()
+    for name in bucket.parameters:
+        info, shape = graph.parameters[name], sheet.busiest_shape(f"parameter:{name}")
+        item = info.bytes // max(1, math.prod(info.shape))
+        samples = scene.batch / len(program.replicas)
+        rows = count_exchanged_rows(graph, name, samples) if bucket.is_sparse else None
+        tensors.append(TrainedTensor(shape, item, len(bucket.ranks), only_replicas, sparse_rows=rows))
+    return tensors

@@ -15,7 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # Calls that a script makes without a condition: where others differ from them, these are what somebody left out.
-_USUAL = ("torch.distributed's", "job.close", "replicas.close", "job.step", "loss.backward")
+_USUAL = (
+    "torch.distributed's",
+    "job.close",
+    "replicas.close",
+    "the end of the script",
+    "job.step",
+    "optimizer.step",
+    "loss.backward",
+)
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,7 @@ class Parting:
     def _describe_origin(self) -> str:
         """Return the lines at which ranks parted, if they have made calls of the same methods since then."""
         number = self.number
+        # Calls of the same methods from different lines: the scripts parted earlier than they came to wait.
         if not all(record.find(number) for record in self.records.values()):
             return ""
         while len({str(record.find(number - 1)) for record in self.records.values() if record.find(number - 1)}) > 1:
@@ -120,6 +129,7 @@ def find_parting(records: Mapping[int, CallRecord]) -> Parting | None:
     """
     numbers = sorted({call.number for record in records.values() for call in record.calls})
     for number in numbers:
+        # Of a rank that has made fewer calls, and has not left, nothing is certain: it may be about to make this one.
         reached = {
             rank: record
             for rank, record in records.items()

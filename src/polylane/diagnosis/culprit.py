@@ -77,6 +77,7 @@ class Finding:
     def waiting_for(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that wait for a rank, directly or over others; ascending."""
         waiters: set[int] = set()
+        # Again until a round adds nobody: who waits for one that waits for the rank waits for the rank.
         while newcomers := {w for w, on in self.waits_for.items() if w not in waiters and ({rank, *waiters} & {*on})}:
             waiters |= newcomers
         return tuple(sorted(waiters - {rank}))
@@ -90,6 +91,8 @@ def find_blockers(states: Mapping[int, RankState], rank: int) -> tuple[int, ...]
     peers = [peer for peer in wait.ranks if peer != rank and peer in states]
     behind = [peer for peer in peers if states[peer].begun.get(wait.line, 0) < wait.number]
     busy = [peer for peer in peers if not states[peer].is_waiting]
+    # Who has begun the operation and is busy elsewhere counts only where nobody is behind, and ranks of other hosts, of
+    # which nothing is known here, only where no known member explains the wait.
     return tuple(sorted(behind or busy or [peer for peer in wait.ranks if peer not in states]))
 
 
@@ -103,6 +106,7 @@ def find_culprits(states: Mapping[int, RankState]) -> Finding:
     idle = [rank for rank in states if rank not in waits_for]
     frozen = [rank for rank in idle if states[rank].is_frozen]
     reached = {rank for on in waits_for.values() for rank in on}
+    # A process that cannot run is to blame before all that others wait for; with nobody waiting, all that do not go on.
     named = frozen or [rank for rank in idle if rank in reached] or ([] if waits_for else idle)
     if named:
         return Finding(tuple(sorted(named)), waits_for=waits_for)
@@ -119,6 +123,7 @@ def _find_circle(waits_for: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
     if not waits_for:
         return ()
     path = [min(waits_for)]
+    # Every rank has one to follow, so that the path must come back to itself.
     while (following := waits_for[path[-1]][0]) not in path:
         path.append(following)
     return tuple(path[path.index(following) :])

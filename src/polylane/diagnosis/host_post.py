@@ -96,6 +96,7 @@ class HostPost:
             secret: secret that the hosts share; empty: nothing is proved.
         """
         verdict, answer = self.verdict, self.answer
+        # The post of a host whose workers all go on is its number alone: it is written once a second.
         plain: dict[str, Any] = {"number": self.number}
         if self.has_ended:
             plain["ended"] = True
@@ -108,6 +109,7 @@ class HostPost:
             plain["answer"] = [answer.judge, answer.number, report_file.to_dict(answer.report)]
         text = json.dumps(plain, separators=(",", ":")).encode()
         if len(text) > MOST_BYTES and answer is not None:
+            # The timeline goes first, then the stacks, then the answer; the ranks, which name the culprit, stay.
             shorter = _shorten(answer.report)
             short_answer = None if shorter == answer.report else replace(answer, report=shorter)
             return replace(self, answer=short_answer).to_bytes(label, secret)

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from polylane.diagnosis.call_order import CallRecord, Parting, find_parting
-from polylane.diagnosis.culprit import Finding, RankState, find_culprits
-from polylane.diagnosis.onlookers import without_onlookers
+from polylane.diagnosis.culprit import Finding, RankState, find_blockers, find_culprits
 from polylane.diagnosis.page_layout import Phase
 from polylane.diagnosis.report import Doing
 
 # A host may have been silent for this much longer than somebody's patience, before training stood still.
 LATE_SECONDS = 5.0
+_IDLE = frozenset({Phase.SERVING, Phase.ENDING})
 PARTING_SECONDS = 2.0  # without progress of a worker inside of a call, after which the calls of all are compared
 
 
@@ -131,3 +131,24 @@ def _find_silent(finding: Finding, records: Mapping[int, RankRecord], silences: 
         ):
             silent_ranks.append(rank)
     return tuple(silent_ranks)
+
+
+def without_onlookers(states: Mapping[int, RankState], phases: Mapping[int, Phase]) -> dict[int, RankState]:
+    """Return the ranks that the walk to a culprit may pass: without those that do not go on and that nobody waits for.
+
+        what the rank is in                      it counts
+        a step, its loader, its start, ...       always
+        a dedicated server, the end              if its process cannot run
+        the user's own code in a script          if somebody waits for it: a script may do anything there
+
+    Args:
+        states: by rank, those whose processes have not ended.
+        phases: by rank, what it is in.
+    """
+    counted = {rank: state for rank, state in states.items() if phases[rank] not in _IDLE or state.is_frozen}
+    awaited = {blocker for rank in counted for blocker in find_blockers(counted, rank)}
+    return {
+        rank: state
+        for rank, state in counted.items()
+        if phases[rank] is not Phase.SCRIPT or state.is_waiting or rank in awaited
+    }

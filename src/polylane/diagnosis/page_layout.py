@@ -54,6 +54,7 @@ class Phase(IntEnum):
     ENDING = 7
     SERVING = 8  # a dedicated parameter server
     SCRIPT = 9  # the user's own code, in a script that calls the job's methods itself
+    AUDITING = 10  # copying states for an audit, or waiting for the process that replays a step
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ MARGIN_SECONDS = 8.0
 LONG_SECONDS = 570.0  # below the ten minutes after which a worker gives up waiting for another one
 SILENT_LEAST = 5.0  # a busy machine may keep a process waiting for a second or two
 SILENT_SECONDS = 30.0  # the process that speaks for a host does not compile or load, whatever its workers do
-START_SECONDS = 60.0  # a start, or an end, that takes no longer is not worth a word
+START_SECONDS = 60.0  # a start, an audit or an end that takes no longer is not worth a word
 _STEPS = frozenset({Phase.TRAINING, Phase.EVALUATING})
+_LONG_BY_NATURE = frozenset({Phase.STARTING, Phase.ENDING, Phase.AUDITING})
 
 
 def choose_bound(record: Record, doing: Doing, hang_after: float | None) -> float:
@@ -58,7 +59,7 @@ def silence_bound(record: Record, hang_after: float | None) -> float:
 def note_bound(record: Record, hang_after: float | None) -> float:
     """Return the seconds without progress after which it is said what a worker is doing."""
     bound = _usual_bound(record, hang_after)
-    return max(bound, START_SECONDS) if record.phase in (Phase.STARTING, Phase.ENDING) else bound
+    return max(bound, START_SECONDS) if record.phase in _LONG_BY_NATURE else bound
 
 
 def _runs_again(record: Record) -> bool:

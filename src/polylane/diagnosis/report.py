@@ -29,6 +29,7 @@ class Doing(StrEnum):
     COMPILING = "captures or compiles"
     SAVING = "writes weights or a checkpoint"
     STARTING = "starts"
+    AUDITING = "waits for the audit of a step, which another process computes again"
     IN_USER_CODE = "is in the user's code"
     AT_BREAKPOINT = "is at a breakpoint of Python's debugger"
     IN_SCRIPT = "is between steps, in your code"
@@ -45,6 +46,7 @@ _BY_PHASE = {
     Phase.COMPILING: Doing.COMPILING,
     Phase.SAVING: Doing.SAVING,
     Phase.STARTING: Doing.STARTING,
+    Phase.AUDITING: Doing.AUDITING,
     Phase.SCRIPT: Doing.IN_SCRIPT,
 }
 
@@ -197,6 +199,7 @@ def describe_finding(
         known_ranks = [rank for rank in finding.culprits if rank in ranks]
         if not known_ranks:
             return f"{_on_hosts(finding.culprits, hosts)} {_have(finding.culprits)} not gone on"
+        # One of them is described in full, so that it stays a sentence; the report has all.
         culprits = [rank for rank in finding.culprits if rank != known_ranks[0]]
         also = f"; so {'does' if len(culprits) == 1 else 'do'} {_on_hosts(culprits, hosts)}" if culprits else ""
         return describe_rank(ranks[known_ranks[0]], finding.waiting_for(known_ranks[0]), wall) + also

@@ -57,7 +57,7 @@ def from_dict(data: Any) -> HangReport:
             data["wall"],
         )
         _check_values(report)
-    except (LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:  # what any edit of the file may end in
         raise ValueError(f"a part of it is missing or wrong: {error!r}") from error
     return report
 

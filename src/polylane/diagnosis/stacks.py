@@ -83,6 +83,7 @@ def find_own_collective(frames: list[Frame]) -> CodePlace | None:
             return CodePlace(function, f"{Path(frame.file).name}:{frame.line}") if is_collective else None
         if frame.file.startswith(_OWN):
             return None
+        # The outermost one of torch's own calls, which is the collective that the user's line names.
         if frame.is_distributed:
             function = frame.function
     return None

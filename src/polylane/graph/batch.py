@@ -32,7 +32,7 @@ def flatten(batch: Any) -> tuple[list[Any], Rebuild]:
 
 def flatten_nested(value: Any) -> tuple[list[Any], Rebuild]:
     """Return the leaves of a value that is no batch, such as a function's arguments; see :func:`flatten`."""
-    children = _children(value)
+    children = find_children(value)
     if children is None:
         return [value], lambda leaves: leaves[0]
     values, build = children
@@ -55,7 +55,7 @@ def batch_structure(batch: Any) -> Any:
 
 
 def _nesting(batch: Any) -> Any:
-    children = _children(batch)
+    children = find_children(batch)
     if children is None:
         return None
     names: Any = tuple(batch) if isinstance(batch, Mapping) else len(children[0])
@@ -78,7 +78,7 @@ def leaf_names(structure: Any) -> list[str]:
     return name(structure, "batch")
 
 
-def _children(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+def find_children(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     if isinstance(value, Mapping):
         keys, kind = list(value), cast(Any, type(value))
         return list(value.values()), lambda parts: kind(dict(zip(keys, parts, strict=True)))

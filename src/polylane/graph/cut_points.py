@@ -1,4 +1,4 @@
-"""Narrow cuts of a graph: positions where few bytes cross, at which blocks are told apart, moved and recomputed.
+"""Narrow cuts of a graph: positions where few bytes cross, at which blocks are distinguished, moved and recomputed.
 
 Deep models are chains of blocks, however they are written; fewer bytes are alive between two blocks than inside.
 """

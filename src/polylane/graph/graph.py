@@ -37,7 +37,8 @@ class Node:
         source: the user's own line ("model.py:31"), or "".
         requires_grad: whether a gradient may flow back through the value.
         recomputable: computed from sizes and constants alone, so that every stage that needs it computes it anew.
-        can_cross_stages: whether the value may be sent to another stage (its size does not depend on data).
+        can_cross_stages: whether the value may be sent to another stage: its size does not depend on data, and it is
+            not sparse.
         fixed_shape: ``shape`` with -1 for every size that follows the samples or the data.
     """
 
@@ -91,8 +92,10 @@ class Graph:
         loss_is_mean: True when the loss is a scalar mean over the batch, False when it is a ``polylane.Mean``.
         is_opaque: whether the graph is a single leaf, which cannot be divided into stages.
         code: the executable graph and its constants.
-        outputs: names of the nodes that give the loss (or its total and count); if empty, the last node.
+        outputs: names of the nodes that give the loss (or its total and count), and further outputs; if empty, the last
+            node.
         checkpoints: for each of the user's calls of torch.utils.checkpoint, the names of the nodes inside of it.
+        is_undivided: whether a batch is one sample that is never divided, as where a script's samples are not known.
     """
 
     nodes: tuple[Node, ...]
@@ -107,6 +110,7 @@ class Graph:
     code: Code = field(compare=False, repr=False)
     outputs: tuple[str, ...] = ()
     checkpoints: tuple[frozenset[str], ...] = ()
+    is_undivided: bool = False
 
     @cached_property
     def fingerprint(self) -> str:
@@ -116,6 +120,11 @@ class Graph:
             digest.update(repr((node.name, node.op, node.inputs, node.fixed_shape, node.parameters)).encode())
         digest.update(repr([(name, info.shape) for name, info in self.parameters.items()]).encode())
         return digest.hexdigest()[:16]
+
+    @property
+    def loss_parts(self) -> int:
+        """Number of the code's results that are the loss: the mean, or total and count; further ones are outputs."""
+        return 1 if self.loss_is_mean else 2
 
     @cached_property
     def positions(self) -> dict[str, int]:

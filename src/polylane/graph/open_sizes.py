@@ -3,7 +3,7 @@
 A graph that was captured with a text's length open holds for other lengths too, as far as export's guards say. All that
 is decided ahead (placements, proofs, prices) looks at it at its *nominal* sizes, those of the batch that it was
 captured from: ``meta["val"]`` of a node has these as numbers, and only the number of samples as a symbol.
-``meta["open"]`` has both as symbols, where a value depends on an open size. What runs is told the sizes of its batch.
+``meta["open"]`` has both as symbols, where a value depends on an open size. A step passes its batch's sizes.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ def _is_feasible(work: NDArray[np.float64], workers: Sequence[int], limit: float
     reached[0] = True
     for worker_count in workers:
         counts = np.concatenate([[0], np.cumsum(reached)])  # how many of the first positions can be reached
-        # A position can end this stage if any reachable start lies in [earliest, position).
+        # A position can end this stage if any reachable start is in [earliest, position).
         reached = counts[np.arange(len(work))] > counts[_earliest_starts(work, limit * worker_count)]
     return bool(reached[-1])
 
@@ -315,9 +315,8 @@ def _min_bytes_cuts(
 def align_partition(reference: Partition, graph: Graph) -> Partition:
     """Cut another graph of the same model (evaluation, another loss, other shapes) where ``reference`` was cut.
 
-    Nodes correspond by module path, operator and number; a parameter weighs as much as a thousand other nodes, so that
-    it stays on the stage that has it. A stage of which the graph has nothing (a head only used in training) is left
-    empty.
+    Nodes correspond by module path, operator and number; a parameter outweighs all nodes without any, so that it stays
+    on a stage that has it. A stage of which the graph has nothing (a head only used in training) is left empty.
 
     Args:
         reference: the training graph's partition.
@@ -333,47 +332,51 @@ def align_partition(reference: Partition, graph: Graph) -> Partition:
     cut = Partition(reference.graph, reference.cuts)  # one stage per piece
     piece_of = cut.stage_of
     nodes = {node.name: node for node in reference.graph.nodes}
-    holder = find_parameter_pieces(reference.graph, piece_of)
+    holders = {name: {piece} for name, piece in find_parameter_pieces(reference.graph, piece_of).items()}
     modules: dict[str, int] = {}
     for node in reference.graph.nodes:
         modules.setdefault(node.module, piece_of[node.name])
-    # For every node the piece that its parameters, its namesake or at least its module belong to.
-    guesses: list[int | None] = []
-    weights = []
-    for node in graph.nodes:
-        pieces = [holder[p] for p in node.parameters if p in holder]
+        for name in node.parameters:  # of a tied weight, or a module that is called twice, on several pieces
+            holders[name].add(piece_of[node.name])
+    costs = np.zeros((len(graph.nodes), cut.stages))
+    for row, node in zip(costs, graph.nodes, strict=True):
+        pieces = [holders[name] for name in node.parameters if name in holders]
         namesake = nodes.get(node.name)
-        weights.append(1000.0 if pieces else 0.0 if node.recomputable else 1.0)
-        if namesake is not None and namesake.parameters == node.parameters:  # a tied weight lives on several stages
-            guesses.append(piece_of[node.name])
-        else:
-            guesses.append(pieces[0] if pieces else modules.get(node.module))
-    partition = Partition(graph, _majority_cuts(graph, guesses, weights, cut.stages), reference.stage_of_piece)
+        # The piece that its namesake, its parameters or at least its module belong to.
+        guess = min(pieces[0]) if pieces else modules.get(node.module)
+        if namesake is not None and namesake.parameters == node.parameters:
+            guess = piece_of[node.name]
+        if guess is not None and (pieces or not node.recomputable):
+            row += 1
+            row[guess] -= 1
+        if pieces:
+            row += len(graph.nodes) + 1
+            row[list(set.intersection(*pieces) or pieces[0])] -= len(graph.nodes) + 1
+    partition = Partition(graph, _choose_cuts(graph, costs), reference.stage_of_piece)
     _require_order(partition)
     return partition
 
 
-def _majority_cuts(
-    graph: Graph, guesses: Sequence[int | None], weights: Sequence[float], pieces: int
-) -> tuple[int, ...]:
-    """Return cuts into ``pieces`` pieces, possibly empty, so that most nodes are on the piece they belong to.
+def _choose_cuts(graph: Graph, costs: np.ndarray) -> tuple[int, ...]:
+    """Return the cuts into pieces, possibly empty, of least cost; of several the earliest.
 
     Args:
         graph: the graph to be cut.
-        guesses: for every node, the piece that it belongs to, or None if unknown.
-        weights: for every node, how much its guess counts.
-        pieces: number of pieces to cut into.
+        costs: cost of every node on every piece, (nodes, pieces).
     """
-    places = [0, *cut_positions(graph), len(graph.nodes)]
-    cuts: list[int] = []
-    pairs = list(zip(weights, guesses, strict=True))
-    for piece in range(1, pieces):
-        # Disagreement of a cut at p: weight of nodes before it that belong later, and after it that belong earlier.
-        late = np.cumsum([0.0] + [w if g is not None and g >= piece else 0.0 for w, g in pairs])
-        early = np.cumsum([0.0] + [w if g is not None and g < piece else 0.0 for w, g in pairs])
-        room = [p for p in places if not cuts or p >= cuts[-1]]
-        cuts.append(min(room, key=lambda p: late[p] + early[-1] - early[p]))
-    return tuple(cuts)
+    places = np.array([0, *cut_positions(graph), len(graph.nodes)])
+    sums = np.concatenate([np.zeros((1, costs.shape[1])), costs.cumsum(0)])[places]
+    best, choices = sums[:, 0], list[np.ndarray]()
+    for piece in range(1, costs.shape[1]):
+        begin_costs = best - sums[:, piece]  # by the place where the piece begins, but for what all up to a place have
+        lowest_costs = np.minimum.accumulate(begin_costs)
+        is_new = np.concatenate([[True], begin_costs[1:] < lowest_costs[:-1]])
+        choices.append(np.maximum.accumulate(np.where(is_new, np.arange(len(places)), 0)))
+        best = lowest_costs + sums[:, piece]
+    ends = [len(places) - 1]
+    for choice in reversed(choices):
+        ends.insert(0, choice[ends[0]])
+    return tuple(int(places[end]) for end in ends[:-1])
 
 
 def _require_order(partition: Partition) -> None:

@@ -282,6 +282,6 @@ class ConcreteSizes:
             try:
                 closed = expression.xreplace(self.opened) if self.opened else expression
                 self._known[expression] = int(size_function(closed, self.ragged)(self.samples))
-            except ValueError:
+            except ValueError:  # a size that the data decide is no function of the number of samples
                 self._known[expression] = size_hint(size)
         return self._known[expression]

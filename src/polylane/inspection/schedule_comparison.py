@@ -137,7 +137,7 @@ def _draw(shape: ScheduleShape, model: ComparedModel) -> DrawnSchedule:
 
 
 def _share(ticks: float | Sequence[float], chunks: int) -> float | list[float]:
-    """Return the ticks of each chunk: those of one stage lie next to each other in the chain."""
+    """Return the ticks of each chunk: those of one stage are adjacent in the chain."""
     if isinstance(ticks, Sequence):
         return [_divide(stage_ticks, chunks) for stage_ticks in ticks for _ in range(chunks)]
     return _divide(ticks, chunks)

@@ -60,7 +60,7 @@ class DrawnSchedule:
     """A schedule that was played, with what its pictures and tables say.
 
     Attributes:
-        shape: what was asked for.
+        shape: the requested stages, chunks and microbatches.
         timeline: one step, or the run of an asynchronous schedule, in ticks; a lane for each worker.
         chunks: stages of each worker.
         origin: for a schedule that was found, what the search started from, and whether no order ends earlier; else "".
@@ -139,24 +139,6 @@ def draw_schedule(
         weight_versions=versions,
         staleness=staleness,
     )
-
-
-def lanes_timeline(
-    schedule: str,
-    stages: int | StageGraph,
-    microbatches: int,
-    forward: Ticks = 1,
-    backward: Ticks = 2,
-    *,
-    chunks: int | None = None,
-) -> Timeline:
-    """Return the timeline alone of a schedule, see :func:`draw_schedule`.
-
-    Raises:
-        ValueError: what :func:`draw_schedule` refuses.
-    """
-    shape = ScheduleShape(schedule=schedule, stages=stages, microbatches=microbatches, chunks=chunks)
-    return draw_schedule(shape, forward, backward).timeline
 
 
 def lanes_summary(drawn: DrawnSchedule) -> dict[str, Any]:

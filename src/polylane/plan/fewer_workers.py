@@ -12,16 +12,17 @@ the best plan that computes the same numbers: as many microbatches, and the same
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from polylane.plan.fixed_keys import FixedKeys
-from polylane.plan.plan import Plan
-from polylane.plan.recompute import MODES
-from polylane.plan.spec import TURNS, Spec, parse
-from polylane.plan.sync import KEYS, SyncOptions
+from polylane.plan.fixed_keys import OPTIONS, FixedKeys
+from polylane.plan.options import ROUND_ROBIN, PlanKey
+from polylane.plan.plan import AnyPlan, Plan
+from polylane.plan.spec import KEYS, Spec, parse
+from polylane.plan.sync import SyncOptions
 from polylane.schedule.schedules import ASYNCHRONOUS
 
 
-def change_replicas(plan: Spec | Plan, workers: int, microbatches: int) -> Spec | None:
+def change_replicas(plan: AnyPlan, workers: int, microbatches: int) -> Spec | None:
     """Return the plan with as many replicas as take another number of workers; None where no number of them does.
 
     Args:
@@ -30,15 +31,16 @@ def change_replicas(plan: Spec | Plan, workers: int, microbatches: int) -> Spec 
         microbatches: number of microbatches of a step, which stays.
     """
     spec = parse(plan.spec) if isinstance(plan, Plan) else plan
+    # Dedicated servers stay as they are: what is left of the workers is for replicas.
     training = workers - (spec.processes - spec.workers)
     replica_size = spec.workers // spec.data
     if spec.stages or training < replica_size or training % replica_size:
         return None
     data = training // replica_size
-    if spec.replicas == TURNS and microbatches < data:
+    # In turn, each replica needs a microbatch of its own.
+    if spec.replicas == ROUND_ROBIN and microbatches < data:
         return None
-    slow = tuple((rank, straggler) for rank, straggler in spec.slow if rank < training)
-    return replace(spec, data=data, microbatches=microbatches, sync=_fit_groups(spec.sync, data), slow=slow)
+    return replace(spec, data=data, microbatches=microbatches, sync=_fit_groups(spec.sync, data))
 
 
 def _fit_groups(sync: SyncOptions, data: int) -> SyncOptions:
@@ -46,7 +48,7 @@ def _fit_groups(sync: SyncOptions, data: int) -> SyncOptions:
     return sync if sync.within is None or data % sync.within == 0 else sync.changed(within=None)
 
 
-def keep_numbers(plan: Spec | Plan, microbatches: int) -> FixedKeys:
+def keep_numbers(plan: AnyPlan, microbatches: int) -> FixedKeys:
     """Return what a plan that is searched in place of another one must keep, so that it computes the same numbers.
 
     Args:
@@ -58,15 +60,12 @@ def keep_numbers(plan: Spec | Plan, microbatches: int) -> FixedKeys:
     is_asynchronous = spec.schedule in ASYNCHRONOUS
     if is_asynchronous:
         counts["pipeline"] = spec.pipeline  # how old the weights of a stage are
-    return FixedKeys(
-        counts,
-        spec.sync,
-        frozenset(key for key in KEYS if getattr(spec.sync, key) != SyncOptions.model_fields[key].default),
-        None if spec.precision == "float32" else spec.precision,
-        spec.schedule if is_asynchronous else None,
-        recompute=spec.recompute if spec.recompute in MODES[1:] else None,
-        compile=spec.compile or None,
-    )
+    kept = {key: value for key in OPTIONS if _decides_numbers(KEYS[key], value := getattr(spec, key))}
+    return FixedKeys(counts, spec.sync, spec.sync.changed_keys() - {"kind"}, **kept)
+
+
+def _decides_numbers(row: PlanKey, value: Any) -> bool:
+    return value != row.default if row.fixed_values is None else value in row.fixed_values
 
 
 def keeps(plan: Plan, fixed: FixedKeys) -> bool:
@@ -76,15 +75,8 @@ def keeps(plan: Plan, fixed: FixedKeys) -> bool:
         plan: a plan that is complete.
         fixed: keys that must stay as they are.
     """
-    has = {
-        "precision": plan.precision,
-        "schedule": plan.schedule,
-        "chunks": plan.most_chunks,
-        "recompute": plan.recompute,
-        "replicas": plan.replicas,
-        "compile": plan.compile,
-    }
-    if any(getattr(fixed, key) not in (None, value) for key, value in has.items()):
+    values = {**plan.option_values(), "chunks": plan.most_chunks}
+    if any(getattr(fixed, key) not in (None, values[key]) for key in OPTIONS):
         return False
     if fixed.sync_keys and fixed.sync != plan.sync:
         return False

@@ -39,6 +39,7 @@ def plan_from_partition(partition: Partition, spec: Spec, microbatches: int) -> 
         microbatches: number of microbatches of a step.
     """
     nodes, groups = partition.graph.nodes, assign_ranks(spec.group_meshes)
+    # A stage of a branching model may be several pieces of the graph's order, each named by its first and last node.
     pieces: list[list[str]] = [[] for _ in spec.meshes]
     for start, end, stage in partition.pieces:
         pieces[stage] += [nodes[start].name, nodes[end - 1].name]
@@ -50,20 +51,8 @@ def plan_from_partition(partition: Partition, spec: Spec, microbatches: int) -> 
         )
         for s, (degrees, group) in enumerate(zip(spec.meshes, spec.stage_groups, strict=True))
     )
-    return Plan(
-        graph=fingerprint(partition.graph),
-        stages=stages,
-        schedule=spec.schedule,
-        vertical_sync=spec.vertical_sync,
-        replicas=spec.replicas,  # type: ignore[arg-type]
-        microbatches=microbatches,
-        precision=spec.precision,  # type: ignore[arg-type]
-        sync=spec.sync,
-        slow=dict(spec.slow),
-        per_sample=spec.per_sample,
-        recompute=spec.recompute,  # type: ignore[arg-type]
-        compile=spec.compile,
-    )
+    options = {**spec.option_values(), "microbatches": microbatches}
+    return Plan(graph=fingerprint(partition.graph), stages=stages, **options)
 
 
 def assign_ranks(meshes: Sequence[Degrees]) -> tuple[tuple[int, ...], ...]:
@@ -236,6 +225,7 @@ def _find_backward_crossing(partition: Partition) -> tuple[StageCrossing, int]:
 
 
 def _find_nodes(plan: Plan, nodes: tuple[Node, ...], name: str, index: int) -> list[int]:
+    # A name is a node's, or a module's, which stands for all of its nodes.
     exact = [i for i, node in enumerate(nodes) if node.name == name]
     members = [i for i, node in enumerate(nodes) if node.module == name or node.module.startswith(f"{name}.")]
     if not exact and not members:

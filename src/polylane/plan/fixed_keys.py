@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from polylane.errors import PolylaneError
 from polylane.plan import spec as specs
+from polylane.plan.options import ROUND_ROBIN, PlanOptions
 from polylane.plan.recompute import MODES
-from polylane.plan.schedule_checks import check_accumulation, check_plain_sum, check_sharded_passes
-from polylane.plan.spec import AUTO, DEGREES, PRECISIONS, REPLICAS, TURNS, Degrees, Spec
-from polylane.plan.sync import KEYS, SUM, SyncOptions, parse_sync
-from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, FOUND, KINDS, RUNNABLE
+from polylane.plan.schedule_checks import check_accumulation, check_plain_sum
+from polylane.plan.spec import AUTO, DEGREES, KEYS, Degrees, Spec, parse_words
+from polylane.plan.sync import KEYS as SYNC_KEYS
+from polylane.plan.sync import SUM, Shard, SyncOptions
+from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, FOUND, KINDS
 from polylane.settings import split_pairs
-
-# Keys of a plan that a search accepts; what else a plan can say, it finds or leaves at its default.
-_KNOWN = (*DEGREES, "microbatches", "schedule", "chunks", "replicas", "precision", "recompute", "compile", *KEYS)
 
 # A schedule, and the stages of every worker.
 ScheduleOption = tuple[str, int]
@@ -37,12 +36,12 @@ class FixedKeys:
         counts: by key ("data", "pipeline", "sequence", "tensor", "microbatches") the number that a plan must have.
         sync: how replicas synchronize; without words, the search tries what computes the same numbers.
         sync_keys: the keys of ``sync`` that were given.
-        precision: of the passes; None: nothing was said.
         schedule: name of the pipeline schedule; None: the search compares those that compute the same numbers.
         chunks: number of stages of every worker; None: what the schedule has, or the search finds.
-        recompute: mode of recomputation; None: as much as is needed for memory.
         replicas: whether replicas "split" every microbatch, or compute whole ones in turn ("round-robin"); None: the
             search compares both.
+        precision: of the passes; None: nothing was said.
+        recompute: mode of recomputation; None: as much as is needed for memory.
         compile: whether stages are compiled; None: nothing was said, and they are not.
 
     Raises:
@@ -53,21 +52,22 @@ class FixedKeys:
     counts: Mapping[str, int] = field(default_factory=dict)
     sync: SyncOptions = SUM
     sync_keys: frozenset[str] = frozenset()
-    precision: str | None = None
     schedule: str | None = None
     chunks: int | None = None
-    recompute: str | None = None
     replicas: str | None = None
+    precision: str | None = None
+    recompute: str | None = None
     compile: bool | None = None
 
     def __post_init__(self) -> None:
+        # What no plan with these keys could pass is said here, before a model is captured and searched in vain.
         data, pipeline, microbatches = (self.counts.get(key) for key in ("data", "pipeline", "microbatches"))
-        sharing = (data or 1) if self.replicas == TURNS else 1
-        if self.replicas == TURNS:
-            check_plain_sum(f"replicas={TURNS}", self.sync)
+        sharing = (data or 1) if self.replicas == ROUND_ROBIN else 1
+        if self.replicas == ROUND_ROBIN:
+            check_plain_sum(f"replicas={ROUND_ROBIN}", self.sync)
             if microbatches is not None and microbatches < sharing:
                 raise PolylaneError(
-                    f"replicas={TURNS}: {sharing} replicas cannot compute microbatches={microbatches} in turn"
+                    f"replicas={ROUND_ROBIN}: {sharing} replicas cannot compute microbatches={microbatches} in turn"
                 )
         if self.schedule == "pipedream-2bw" and pipeline is not None and microbatches is not None:
             check_accumulation(f"pipeline={pipeline}", pipeline, microbatches, -(-microbatches // sharing))
@@ -90,7 +90,7 @@ class FixedKeys:
         return schedule_options or ((self.schedule, DEFAULT_CHUNKS.get(self.schedule, 1)),)
 
     @property
-    def shardings(self) -> tuple[Literal["optimizer", "gradients", "parameters"], ...]:
+    def shardings(self) -> tuple[Shard, ...]:
         """Kinds of sharding that a search may try beside ``sync``, what shares out the least first.
 
         None where the user chose one, or a synchronization that shares nothing out. The numbers of a training do not
@@ -99,7 +99,7 @@ class FixedKeys:
         # Asynchronous pipelines share nothing out either.
         if "shard" in self.sync_keys or self.sync != SUM or self.schedule in ASYNCHRONOUS:
             return ()
-        if self.replicas == TURNS:
+        if self.replicas == ROUND_ROBIN:
             return ()  # nor do replicas in turn
         return ("optimizer", "gradients") if self.compile else ("optimizer", "gradients", "parameters")
 
@@ -116,6 +116,7 @@ class FixedKeys:
         """
         if workers > 1 and not self.sync.is_plain_sum and all(mesh.data == 1 for mesh in meshes):
             return False
+        # Degrees are of every stage, and so compared with all of them.
         for key, number in self.counts.items():
             if key == "microbatches":
                 count = microbatches
@@ -151,16 +152,15 @@ class FixedKeys:
 
     def __str__(self) -> str:
         words = [f"{key}={number}" for key, number in self.counts.items()]
-        words += [f"schedule={self.schedule}"] if self.schedule else []
-        words += [f"chunks={self.chunks}"] if self.chunks else []
-        words += [f"replicas={self.replicas}"] if self.replicas else []
-        words += [f"precision={self.precision}"] if self.precision else []
-        words += [f"recompute={self.recompute}"] if self.recompute else []
-        words += ["compile=yes"] if self.compile else []
+        words += [f"{key}={KEYS[key].format(value)}" for key in OPTIONS if (value := getattr(self, key))]
         return ",".join([*words, *self.sync.to_words()])
 
 
 NOTHING_FIXED = FixedKeys()
+
+# Keys of a plan that a search accepts; what else a plan can say, it finds or leaves at its default.
+OPTIONS = tuple(option.name for option in fields(FixedKeys) if option.name in KEYS and option.name != "sync")
+_COUNTS = (*DEGREES, "microbatches")
 
 
 def parse_fixed(text: str) -> FixedKeys:
@@ -179,30 +179,22 @@ def parse_fixed(text: str) -> FixedKeys:
 def _parse(text: str) -> FixedKeys:
     if "[" in text:
         raise PolylaneError("a search accepts data=, tensor=, ...; meshes of every stage make a plan of their own")
-    pairs = split_pairs([piece for piece in text.split(",") if piece.strip()], _KNOWN, "data=2")
-    # The plan of one line knows how numbers are written, and which are too large.
-    line = ",".join(f"{key}={pairs[key]}" for key in (*DEGREES, "microbatches") if key in pairs)
+    pairs = split_pairs(
+        [piece for piece in text.split(",") if piece.strip()], (*_COUNTS, *OPTIONS, *SYNC_KEYS), "data=2"
+    )
+    # A plan of one line knows how numbers are written, and which are too large together.
+    line = ",".join(f"{key}={pairs[key]}" for key in _COUNTS if key in pairs)
     spec = specs.parse(line) if line else None
-    schedule = pairs.get("schedule")
-    chunks = specs.parse_count("chunks", pairs["chunks"]) if "chunks" in pairs else None
-    counts = {key: int(getattr(spec, key)) for key in (*DEGREES, "microbatches") if key in pairs}
-    _check_schedule(schedule, chunks, counts.get("pipeline"))
-    precision = pairs.get("precision")
-    if precision not in (None, *PRECISIONS):
-        raise PolylaneError(f"precision={precision} is not known, known are {', '.join(PRECISIONS)}")
-    replicas = pairs.get("replicas")
-    if replicas not in (None, *REPLICAS):
-        raise PolylaneError(f"replicas={replicas} is not known, known are {', '.join(REPLICAS)}")
-    recompute = pairs.get("recompute")
-    if recompute not in (None, *MODES):
+    counts = {key: getattr(spec, key) for key in _COUNTS if key in pairs}
+    if pairs.get("recompute", MODES[0]) not in MODES:
         raise PolylaneError(
-            f"recompute={recompute}: a search accepts one of {', '.join(MODES)}, and finds budgets by itself"
+            f"recompute={pairs['recompute']}: a search accepts one of {', '.join(MODES)}, and finds budgets by itself"
         )
-    keys = {key: pairs[key] for key in KEYS if key in pairs}
-    compiled = specs.parse_switch("compile", pairs["compile"]) if "compile" in pairs else None
-    if (sync := parse_sync(keys)).shard == "parameters":
-        check_sharded_passes("plan", None, bool(compiled))
-    return FixedKeys(counts, sync, frozenset(keys), precision, schedule, chunks, recompute, replicas, compiled)
+    values = parse_words({key: value for key, value in pairs.items() if key not in counts})
+    _check_schedule(values.get("schedule"), values.get("chunks"), counts.get("pipeline"))
+    if (reason := PlanOptions(sync=values["sync"], compile=values.get("compile", False)).find_conflict()) is not None:
+        raise PolylaneError(f"plan: {reason}")
+    return FixedKeys(counts, sync_keys=frozenset(pairs).intersection(SYNC_KEYS), **values)
 
 
 def _check_schedule(schedule: str | None, chunks: int | None, pipeline: int | None) -> None:
@@ -211,8 +203,8 @@ def _check_schedule(schedule: str | None, chunks: int | None, pipeline: int | No
     Raises:
         PolylaneError: the schedule is not known, or has no such chunks.
     """
-    if schedule is not None and schedule not in RUNNABLE:
-        raise PolylaneError(f"schedule={schedule} is not known, known are {', '.join(RUNNABLE)}")
+    if schedule is not None:
+        parse_words({"schedule": schedule})
     if schedule is None and chunks is None:
         return
     schedule = schedule or ("interleaved" if chunks != 1 else COMPARED[0][0])

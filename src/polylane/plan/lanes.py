@@ -21,6 +21,8 @@ def stage_graph_of(partition: Partition, plan: Plan) -> StageGraph:
     Raises:
         CyclicStages: stages wait for each other.
     """
+    # A worker receives a value once for all of its stages: those after the first reader get it from that one, and so
+    # come after it.
     edges = set(partition.edges)
     for crossing in partition.crossings:
         first_readers = dict[int, int]()  # reader by group of workers; the consumers are ascending
@@ -46,6 +48,7 @@ def lanes_of(plan: Plan, graph: StageGraph) -> Lanes:
     """
     if plan.takes_turns:
         return tuple(lanes[0] for lanes in replica_lanes_of(plan, graph))
+    # An order that was found is written in the plan; any other follows from the schedule's name.
     if plan.schedule != FOUND:
         return schedule_lanes(plan.schedule, graph, plan.microbatches, workers=plan.stage_groups)
     if not plan.order:

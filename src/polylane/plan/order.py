@@ -83,6 +83,7 @@ def check_order(lines: Sequence[str], groups: Sequence[int], microbatches: int) 
 
 def _check_passes(lane: Sequence[Action], number: int, passes: Sequence[tuple[int, int]]) -> None:
     """Check that a line has every pass of its stages and microbatches once, and no other."""
+    # First what is there too much, then what is missing: a misspelt word is both, and better named as what it is.
     actions, known_passes = set[Action](), set(passes)
     for action in lane:
         if action in actions:
@@ -112,6 +113,8 @@ def _check_places(lane: Sequence[Action], number: int) -> None:
 
     A whole backward pass is both of its halves at once.
     """
+    # The last microbatch of every stage and kind of pass: the next one must be its successor, and no further than that
+    # of the kind before it.
     progress = dict[tuple[int, ActionKind], int]()
     for action in lane:
         assert action.microbatch is not None
@@ -140,6 +143,7 @@ def check_order_runs(lines: Sequence[str], graph: StageGraph) -> None:
     Raises:
         PolylaneError: it names a pass of the circle.
     """
+    # A pass waits for the one before it on its workers, and for the values or gradients that it reads.
     waits: dict[Action, set[Action]] = {}
     lanes = parse_order(lines)
     actions = {action for lane in lanes for action in lane}

@@ -64,6 +64,7 @@ def check_pins(stages: _Placements, partition: Partition, title: str) -> None:
         PolylaneError: an unknown tensor, one of another stage, a dimension that it does not have, or two different
             placements for a tensor on several stages; naming the plan's key.
     """
+    # A tied weight is on several stages, whose placements of it must agree: its gradients are added up.
     patterns: dict[tuple[str, str], tuple[int, str]] = {}
     for index, placements in enumerate(stages):
         for name, on_axes in placements.items():

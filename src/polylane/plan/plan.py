@@ -5,26 +5,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 
-from polylane.errors import PolylaneError, format_plural
+from polylane.errors import PolylaneError
 from polylane.plan import schedule_checks as checks
+from polylane.plan.options import ROUND_ROBIN, PlanOptions
 from polylane.plan.order import check_order, has_halves
 from polylane.plan.pinned_placements import check_axes
-from polylane.plan.recompute import NONE, Recompute, RecomputeRule, format_recompute
-from polylane.plan.spec import TURNS, Degrees, check_workers, format_degrees
-from polylane.plan.stage import MESH, Fingerprint, Stage, StageIndex, check_devices, index_stages
-from polylane.plan.straggler import Slowness, straggler_words
-from polylane.plan.sync import SUM, SyncOptions
-from polylane.schedule.schedules import ASYNCHRONOUS, FOUND, WITH_CHUNKS, ScheduleName, splits_backward
+from polylane.plan.recompute import RecomputeRule
+from polylane.plan.spec import Degrees, Spec, check_workers, format_degrees, format_options
+from polylane.plan.stage import MESH, OPERATOR_AXES, Fingerprint, Stage, StageIndex, check_devices, index_stages
+from polylane.schedule.schedules import ASYNCHRONOUS, FOUND, WITH_CHUNKS, splits_backward
 from polylane.yaml_file import Count, StrictMapping
 
-_OPERATOR_AXES = ("sequence", "tensor")
 
-
-class Plan(StrictMapping):
+class Plan(StrictMapping, PlanOptions):  # type: ignore[misc]  # pydantic freezes it
     """How the training of one graph is parallelized; refused with a PolylaneError where it contradicts itself.
 
     Attributes:
@@ -32,35 +29,13 @@ class Plan(StrictMapping):
         graph: fingerprint of the graph that it is for; a plan written by hand may leave it out. Names of nodes and
             parameters that the model does not have are refused either way.
         stages: the pipeline stages, in the order of their numbers.
-        schedule: name of a pipeline schedule (:data:`polylane.schedule.schedules.NAMES`).
-        vertical_sync: whether under ``pipedream`` all stages compute a batch on the same version of the weights.
-        order: under ``auto``, the passes of every group of workers (:mod:`polylane.plan.order`); empty until found.
-        microbatches: number of microbatches of a step.
-        replicas: whether the replicas of a stage split every microbatch, or compute whole ones in turn ("round-robin":
-            replica r of d has microbatches r, r + d, r + 2d, ...; PipeDream's replicated stages).
-        sync: how replicas synchronize gradients or weights.
-        precision: "float32" (the model's own dtypes), or "bfloat16" for autocast.
-        recompute: what backward passes recompute, of all or by path of module (:data:`.recompute.RecomputeRule`).
-        slow: by rank, how it is made a straggler, to see the effect on the others.
-        per_sample: modules that run the user's own Python and, by the user's word, treat each sample by itself; "model"
-            is all of it.
-        compile: whether the operators of every stage are compiled by torch.compile's inductor.
+        microbatches: number of microbatches of a step; here it is decided.
     """
 
     polylane: Literal[1] = 1
     graph: Fingerprint | None = None
     stages: tuple[Stage, ...]
-    schedule: ScheduleName = "1f1b"
-    vertical_sync: bool = False
-    order: tuple[str, ...] = ()
     microbatches: Count = 1
-    replicas: Literal["split", "round-robin"] = "split"
-    sync: SyncOptions = SUM
-    precision: Literal["float32", "bfloat16"] = "float32"
-    recompute: Recompute = NONE
-    slow: Slowness = pydantic.Field(default={})
-    per_sample: tuple[str, ...] = ()
-    compile: bool = False
     _file: str = pydantic.PrivateAttr("")
     # Computed once for the stages: plans may have a million ranks.
     _found: StageIndex | None = pydantic.PrivateAttr(None)
@@ -74,6 +49,16 @@ class Plan(StrictMapping):
     def __eq__(self, other: object) -> bool:
         # Where two plans were read from does not matter.
         return isinstance(other, Plan) and self.model_dump() == other.model_dump()
+
+    def changed(self, **values: Any) -> Plan:
+        """Return the plan with other values of some keys.
+
+        Raises:
+            PolylaneError: the plan then contradicts itself.
+        """
+        plan = self.model_copy(update=values)
+        check(plan)  # pydantic does not validate a copy with changes
+        return plan
 
     @property
     def title(self) -> str:
@@ -146,11 +131,11 @@ class Plan(StrictMapping):
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes along which operators are sharded: of "sequence" and "tensor" those with more than one rank."""
-        return tuple(axis for axis in _OPERATOR_AXES if self.degree(axis) > 1)
+        return tuple(axis for axis in OPERATOR_AXES if self.degree(axis) > 1)
 
     def axes_of(self, stage: int) -> tuple[str, ...]:
         """Return the axes along which the operators of one stage are sharded; see :attr:`axes`."""
-        return tuple(axis for axis in _OPERATOR_AXES if self.degree(axis, stage) > 1)
+        return tuple(axis for axis in OPERATOR_AXES if self.degree(axis, stage) > 1)
 
     def degree(self, axis: str, stage: int | None = None) -> int:
         """Return the number of ranks along an axis ("data", "sequence", "tensor") of a stage; None: of the largest."""
@@ -185,7 +170,7 @@ class Plan(StrictMapping):
     @property
     def takes_turns(self) -> bool:
         """Whether the replicas of a stage compute whole microbatches in turn."""
-        return self.replicas == TURNS
+        return self.replicas == ROUND_ROBIN
 
     @property
     def most_turns(self) -> int:
@@ -201,7 +186,7 @@ class Plan(StrictMapping):
 
         Stages with the same mesh do, and those that differ only in how many replicas compute microbatches in turn.
         """
-        axes = _OPERATOR_AXES if self.takes_turns else MESH
+        axes = OPERATOR_AXES if self.takes_turns else MESH
         return all(self.degree(axis, a) == self.degree(axis, b) for axis in axes)
 
     def recompute_of(self, stage: int) -> RecomputeRule:
@@ -241,7 +226,7 @@ class Plan(StrictMapping):
     def rank_at(self, stage: int, replica: int, coordinates: Mapping[str, int]) -> int:
         """Return the rank at a replica of a stage and an index on each of its axes."""
         position = replica  # row-major: data outermost, tensor innermost
-        for axis in _OPERATOR_AXES:
+        for axis in OPERATOR_AXES:
             degree = self.degree(axis, stage)
             position = position * degree + (coordinates[axis] if degree > 1 else 0)
         return self.stages[stage].devices[position]
@@ -324,15 +309,11 @@ class Plan(StrictMapping):
     @property
     def spec(self) -> str:
         """The plan in one line, as :func:`.spec.parse` reads it; bounds and placements of the stages are left out."""
-        words = [*format_degrees(self.group_meshes), *([f"replicas={self.replicas}"] if self.takes_turns else [])]
-        words += [f"schedule={self.schedule}", f"microbatches={self.microbatches}"]
-        words += [f"chunks={self.most_chunks}"] if self.most_chunks > 1 else []
-        words += [f"{key}=yes" for key in ("vertical_sync", "compile") if getattr(self, key)]
-        words += [] if self.precision == "float32" else [f"precision={self.precision}"]
-        words += [] if self.recompute == NONE else [f"recompute={format_recompute(self.recompute)}"]
-        words += [*self.sync.to_words(), *straggler_words(self.slow)]
-        words += [f"per_sample={'+'.join(self.per_sample)}"] if self.per_sample else []
-        return ",".join(words)
+        return ",".join([*format_degrees(self.group_meshes), *format_options(self, self.most_chunks)])
+
+
+# A plan in one line, or a complete one.
+AnyPlan = Spec | Plan
 
 
 def check(plan: Plan) -> None:
@@ -348,9 +329,14 @@ def check(plan: Plan) -> None:
     replicas = [degrees.data for degrees in plan.meshes]
     if plan.takes_turns:
         checks.check_turns(plan.title, replicas, plan.schedule, plan.microbatches, plan.sync)
-    checks.check_asynchronous(plan.title, plan.schedule, plan.vertical_sync, plan.sync)
-    if plan.sync.shard == "parameters":
-        checks.check_sharded_passes(plan.title, plan.schedule if plan.splits_backward else None, plan.compile)
+    if (reason := plan.find_conflict()) is not None:
+        raise PolylaneError(f"{plan.title}: {reason}")
+    checks.check_asynchronous(plan.title, plan.schedule, plan.sync)
+    if plan.sync.shard == "parameters" and plan.splits_backward:
+        raise PolylaneError(
+            f"{plan.title}: schedule: {plan.schedule} and shard: parameters exclude each other, since weights are "
+            "released between the two halves of a backward pass: take shard: gradients, or another schedule"
+        )
     if plan.schedule == "pipedream-2bw":
         checks.check_accumulation(plan.title, plan.pipeline, plan.microbatches, plan.most_turns)
 
@@ -392,7 +378,3 @@ def _check_sync(plan: Plan) -> None:
                 f"{plan.title}: sync.within: {plan.degree('data', stage)} replicas of stage {stage} cannot be divided "
                 f"into groups of {sync.within}"
             )
-    for rank in plan.slow:
-        if not 0 <= rank < plan.workers:
-            workers = format_plural(plan.workers, "worker")
-            raise PolylaneError(f"{plan.title}: slow.{rank}: there is no such rank among {workers}")

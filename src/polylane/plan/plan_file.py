@@ -9,10 +9,9 @@ from typing import Any
 import pydantic
 
 from polylane.errors import PolylaneError, format_value
+from polylane.plan.options import OPTIONS
 from polylane.plan.plan import Plan
-from polylane.plan.recompute import NONE
 from polylane.plan.stage import Fingerprint, Stage
-from polylane.plan.straggler import Straggler
 from polylane.plan.sync import SyncOptions
 from polylane.yaml_file import FileForm, StrictMapping, error_sentence, first_error, parse, read
 from polylane.yaml_file import dump as dump_yaml
@@ -20,15 +19,14 @@ from polylane.yaml_file import dump as dump_yaml
 
 def dump(plan: Plan) -> str:
     """Format a plan as YAML."""
+    values = plan.model_dump(mode="json")
+    data = {key: values[key] for key in _KEYS}
+    if plan.graph is None:
+        del data["graph"]
     # Keys at their defaults are left out where most plans have no use for them; sync always shows its kind.
-    data = plan.model_dump(mode="json", exclude={"slow"} | ({"graph"} if plan.graph is None else set()))
-    for key in ("per_sample", "vertical_sync", "order", "compile"):
-        if not data[key]:
+    for key, row in OPTIONS.items():
+        if row.shown == "nowhere" and getattr(plan, key) == row.default:
             del data[key]
-    if plan.slow:
-        data["slow"] = {rank: slow.model_dump() for rank, slow in plan.slow.items()}
-    if plan.recompute == NONE:
-        del data["recompute"]
     for stage in data["stages"]:
         for key in ("placements", "recompute"):
             if not stage[key]:
@@ -78,13 +76,10 @@ def _validate(data: dict[Any, Any], path: str) -> Plan:
 
 def _keys(location: Sequence[int | str]) -> list[str]:
     """Return the keys that a mapping at a place of a plan file may have, for suggestions in errors."""
-    models: dict[str, type[StrictMapping]] = {
-        "graph": Fingerprint,
-        "stages": Stage,
-        "sync": SyncOptions,
-        "slow": Straggler,
-    }
-    return list((models[str(location[0])] if location else Plan).model_fields)
+    models: dict[str, type[StrictMapping]] = {"graph": Fingerprint, "stages": Stage, "sync": SyncOptions}
+    return list(models[str(location[0])].model_fields) if location else list(_KEYS)
 
 
+# The keys of a file: what the plan is for comes first.
+_KEYS = ("polylane", "graph", "stages", *OPTIONS)
 _FORM = FileForm("a plan", _keys)

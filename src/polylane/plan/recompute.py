@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, TypeGuard
+from typing import Annotated, Any, Literal, TypeGuard, get_args
 
 import pydantic
 from pydantic_core import PydanticCustomError
@@ -13,8 +13,9 @@ from polylane.cluster.figures import figure
 from polylane.errors import PolylaneError, format_value
 from polylane.graph.graph import Node
 
-NONE = "none"
-MODES = (NONE, "selective", "full")
+Mode = Literal["none", "selective", "full"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+NONE = MODES[0]
 BUDGET = "budget:"
 WANTED = f"must be {', '.join(MODES)}, or a budget such as {BUDGET}200MB"
 # The key of all that no other key names.
@@ -24,7 +25,7 @@ DEFAULT = "default"
 RecomputeRule = str | Mapping[str, str]
 
 _MODULES = "or one of these for each module, as in {example}"
-_IN_LINE = re.compile(r"(?P<module>[^:].*?):(?P<mode>none|selective|full|budget:.+)")
+_IN_LINE = re.compile(rf"(?P<module>[^:].*?):(?P<mode>{'|'.join(MODES)}|{BUDGET}.+)")
 
 
 def read_recompute(value: Any) -> str | dict[str, str]:

@@ -22,6 +22,7 @@ def check_chunks(title: str, schedule: str, groups: Sequence[int], first_chunks:
     Raises:
         PolylaneError: it names the first stage that is on other workers.
     """
+    # All workers have as many stages as the others, or no schedule but auto fits.
     chunks, remainder = divmod(len(groups), len(first_chunks))
     try:
         assignment = None if remainder else assign_stages(schedule, len(first_chunks), chunks)
@@ -57,6 +58,7 @@ def check_turns(title: str, replicas: Sequence[int], schedule: str, microbatches
             "take replicas: split"
         )
     check_plain_sum(label, sync)
+    # A search orders the passes of groups of workers, and replicas in turn are not one another's copies in time.
     if schedule == FOUND:
         raise PolylaneError(f"{label} needs a named schedule: {schedule} finds orders for replicas that do the same")
     if len(set(replicas)) > 1 and schedule not in WARM_UPS:
@@ -64,6 +66,7 @@ def check_turns(title: str, replicas: Sequence[int], schedule: str, microbatches
             f"{label}: schedule: {schedule} needs as many replicas of every stage: give all the same data, or take one "
             f"of {', '.join(WARM_UPS)}"
         )
+    # An update is a mean over microbatches: replicas with fewer of them would count for more.
     if schedule in ASYNCHRONOUS and microbatches % count:
         raise PolylaneError(
             f"{label}: under schedule: {schedule} replicas have as many microbatches of every update each: "
@@ -88,18 +91,16 @@ def check_plain_sum(label: str, sync: SyncOptions) -> None:
         )
 
 
-def check_asynchronous(title: str, schedule: str, vertical_sync: bool, sync: SyncOptions) -> None:
-    """Refuse what an asynchronous pipeline cannot have, and what only it can have.
+def check_asynchronous(title: str, schedule: str, sync: SyncOptions) -> None:
+    """Refuse what an asynchronous pipeline cannot have.
 
     Args:
         title: what errors call the plan.
-        schedule, vertical_sync, sync: those of the plan.
+        schedule, sync: those of the plan.
 
     Raises:
-        PolylaneError: vertical sync under another schedule, or replicas that do not sum gradients as they are.
+        PolylaneError: replicas do not sum gradients as they are.
     """
-    if vertical_sync and schedule != "pipedream":
-        raise PolylaneError(f"{title}: vertical_sync is for schedule: pipedream, not {schedule}")
     if schedule in ASYNCHRONOUS and not sync.is_plain_sum:
         raise PolylaneError(
             f"{title}: sync ({','.join(sync.to_words())}): under schedule: {schedule} replicas sum the gradients of "
@@ -119,32 +120,10 @@ def check_accumulation(title: str, stages: int, microbatches: int, turns: int) -
     Raises:
         PolylaneError: an update would come after the first forward pass that needs it.
     """
+    # Two versions of the weights are enough only if an update comes before the batch after the next one.
     if turns < stages - 1:
         min_microbatches = (stages - 1) * -(-microbatches // turns)
         raise PolylaneError(
             f"{title}: microbatches: {microbatches}: schedule: pipedream-2bw of {stages} stages needs at least "
             f"{min_microbatches}, so that an update is there when the next batch but one begins"
-        )
-
-
-def check_sharded_passes(title: str, halved_by: str | None, compiled: bool) -> None:
-    """Refuse sharded parameters, which come and go in a pass, beside passes that need them longer.
-
-    Args:
-        title: what errors call the plan.
-        halved_by: the schedule, if it has backward passes in two halves; else None.
-        compiled: whether the plan compiles its stages.
-
-    Raises:
-        PolylaneError: backward passes are halved, or stages compiled.
-    """
-    if halved_by is not None:
-        raise PolylaneError(
-            f"{title}: schedule: {halved_by} and shard: parameters exclude each other, since weights are "
-            "released between the two halves of a backward pass: take shard: gradients, or another schedule"
-        )
-    if compiled:
-        raise PolylaneError(
-            f"{title}: compile and shard: parameters exclude each other, since compiled code keeps the parameters that "
-            "its backward pass reads: take shard: gradients, or leave compile out"
         )

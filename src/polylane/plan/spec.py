@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from polylane.errors import PolylaneError
-from polylane.plan import straggler as stragglers
 from polylane.plan import sync as syncs
-from polylane.plan.recompute import NONE, RecomputeRule, parse_recompute
-from polylane.plan.straggler import Straggler
-from polylane.plan.sync import SUM, SyncOptions
-from polylane.schedule.schedules import DEFAULT_CHUNKS, RUNNABLE, assign_stages
+from polylane.plan.options import (
+    MAX_COUNT,
+    ROUND_ROBIN,
+    SPLIT,
+    PlanKey,
+    PlanOptions,
+    keys_of,
+    parse_count,
+    shorten,
+)
+from polylane.schedule.schedules import DEFAULT_CHUNKS, assign_stages
 from polylane.settings import split_pairs
 
 # Written in place of a plan, it asks for the best one that the planner finds.
 AUTO = "auto"
 
-PRECISIONS = ("float32", "bfloat16")
-# What the replicas of a stage do with a microbatch: compute a part of each, or whole ones in turn.
-SPLIT, TURNS = REPLICAS = ("split", "round-robin")
 DEGREES = ("data", "pipeline", "sequence", "tensor")
-_COUNTS = (*DEGREES, "microbatches", "chunks")
-_KEYS = (
-    *_COUNTS,
-    "schedule",
-    "replicas",
-    "vertical_sync",
-    "precision",
-    "recompute",
-    *syncs.KEYS,
-    "slow",
-    "per_sample",
-    "compile",
-)
-
-# Most workers that a plan may have, and most microbatches: ten times the largest machines.
-MOST = 2**20
 
 
 class Degrees(NamedTuple):
@@ -63,30 +50,19 @@ class Degrees(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spec:
-    """Degrees and schedule, before the graph is known.
+class Spec(PlanOptions):
+    """Degrees and options, before the graph is known.
 
     Attributes:
-        data: number of replicas of every stage.
-        pipeline: number of groups of workers in the pipeline, at least 1; each has ``chunks`` stages.
-        schedule: a name of :data:`polylane.schedule.schedules.RUNNABLE`.
-        microbatches: number of microbatches of a step; None leaves the choice to the planner.
-        precision: "float32" (the model's own dtypes), or "bfloat16" for autocast.
-        tensor: ranks that shard the operators of a stage, so that each holds a shard of the parameters.
-        sequence: ranks that shard them along the sequence, so that each holds a shard of the activations, and all
-            parameters.
+        data: data parallelism: replicas compute on separate samples, gradients are reduced during the backward pass
+        pipeline: pipeline parallelism: each stage holds its part of the graph; values and gradients are sent directly
+            to the stages that need them
+        tensor: tensor parallelism: every operator of a stage is split over ranks, each with a part of the parameters
+        sequence: sequence parallelism: as ``tensor``, but each rank holds all parameters and parts of the activations,
+            such as of a long sequence
+        chunks: stages of each worker, for ``interleaved`` (default 2) and ``zb-v`` (always 2)
         stages: the mesh of every group of workers, where they differ; the degrees above then follow from them: their
             number, and the largest degrees. Empty where all meshes are equal: then the degrees say it all.
-        sync: how replicas synchronize gradients or weights.
-        slow: pairs (rank, straggler) of ranks that are slowed down.
-        per_sample: paths of modules that run the user's own Python and, by the user's word, treat each sample by
-            itself; "model" for all of it.
-        recompute: what backward passes recompute instead of saving it, as in a :class:`polylane.plan.plan.Plan`.
-        chunks: number of stages of every worker.
-        vertical_sync: whether under ``pipedream`` all stages compute a batch on the same version of the weights.
-        replicas: "split", each replica of a stage computes a part of every microbatch; or "round-robin", they compute
-            whole microbatches in turn.
-        compile: whether the operators of every stage are compiled by torch.compile's inductor.
 
     Raises:
         PolylaneError: degrees are given beside stages that have others, there are too many workers, or the schedule
@@ -95,27 +71,18 @@ class Spec:
 
     data: int = 1
     pipeline: int = 1
-    schedule: str = "1f1b"
-    microbatches: int | None = None
-    precision: str = "float32"
     tensor: int = 1
     sequence: int = 1
+    chunks: Annotated[int, PlanKey(fixed_values=())] = 1
     stages: tuple[Degrees, ...] = ()
-    sync: SyncOptions = SUM
-    slow: tuple[tuple[int, Straggler], ...] = ()
-    per_sample: tuple[str, ...] = ()
-    recompute: RecomputeRule = NONE
-    chunks: int = 1
-    vertical_sync: bool = False
-    replicas: str = SPLIT
-    compile: bool = False
 
     def __post_init__(self) -> None:
         if self.stages:
             self._follow_stages()
         sizes = {axis: getattr(self, axis) for axis in DEGREES}
-        degrees = [f"{axis}={_shorten(n)}" for axis, n in sizes.items() if n > 1]
+        degrees = [f"{axis}={shorten(n)}" for axis, n in sizes.items() if n > 1]
         check_workers(self.workers, format_degrees(self.stages) if self.stages else degrees)
+        # What the schedule says of one stage would not name the key that is missing.
         if self.chunks > 1 and self.pipeline == 1:
             raise PolylaneError(
                 f"chunks={self.chunks} are of a pipeline's workers, and there is one stage: add pipeline=2 or more"
@@ -140,6 +107,14 @@ class Spec:
         # Equal meshes are the same plan as plain degrees: one form, so that equal plans compare equal.
         if len(set(self.stages)) == 1:
             object.__setattr__(self, "stages", ())
+
+    def changed(self, **values: Any) -> Spec:
+        """Return the spec with other values of some keys.
+
+        Raises:
+            PolylaneError: they do not go together.
+        """
+        return replace(self, **values)
 
     def with_chunks(self, chunks: int) -> Spec:
         """Return the spec with that many stages on every worker, 1F1B interleaved.
@@ -199,28 +174,56 @@ def check_workers(workers: int, degrees: Sequence[str]) -> None:
     """Refuse more workers than any machine has, before anything is computed for each of them.
 
     Raises:
-        PolylaneError: there are more than :data:`MOST`; it names the degrees that they are the product of.
+        PolylaneError: there are more than :data:`MAX_COUNT`; it names the degrees that they are the product of.
     """
-    if workers > MOST:
+    if workers > MAX_COUNT:
         raise PolylaneError(
-            f"{' times '.join(degrees)} would be more than {MOST:,} workers, the most that a plan can have"
+            f"{' times '.join(degrees)} would be more than {MAX_COUNT:,} workers, the most that a plan can have"
         )
 
 
-def default_microbatches(spec: Spec, batch: int) -> int:
-    """Return the spec's microbatches; default: four for every stage (GPipe, section 2.3), if there are samples.
+# The first keys of a list of those that are known, and of a plan as it is written; further ones follow. They stay where
+# they are, so that lines of different versions can be compared.
+_COUNTS = (*DEGREES, "microbatches", "chunks")
+_LISTED = (*_COUNTS, "schedule", "replicas", "vertical_sync", "precision", "recompute", "sync")
+_WRITTEN = ("replicas", "schedule", "microbatches", "chunks", "vertical_sync", "compile")
+
+# The rows of the keys that a line may have; sync stands for several words.
+_ROWS = keys_of(Spec)
+KEYS: Mapping[str, PlanKey] = {
+    key: _ROWS[key] for key in dict.fromkeys((*_LISTED, *_ROWS)) if _ROWS[key].in_lines or key == "sync"
+}
+LINE_KEYS = tuple(word for key in KEYS for word in (syncs.KEYS if key == "sync" else (key,)))
+
+
+def format_options(options: PlanOptions, chunks: int) -> list[str]:
+    """Format options as words of a line.
+
+    Args:
+        options: those of a plan in one line, or of a complete one.
+        chunks: number of stages of every worker.
+    """
+    words, values = [], {**options.option_values(), "chunks": chunks}
+    for key in dict.fromkeys((*_WRITTEN, *KEYS)):
+        if key == "sync":
+            words += options.sync.to_words()
+        elif key in values and (values[key] != KEYS[key].default or KEYS[key].shown == "everywhere"):
+            words.append(f"{key}={KEYS[key].format(values[key])}")
+    return words
+
+
+def default_microbatches(plan: PlanOptions, batch: int) -> int:
+    """Return the plan's microbatches; default: four for every stage (GPipe, section 2.3), if there are samples.
 
     One under ``pipedream``, which fills the pipeline with the batches of further steps. Replicas that compute whole
     microbatches in turn need as many of them each.
     """
-    if spec.microbatches is not None:
-        return spec.microbatches
-    if spec.replicas == TURNS:
-        turns = 1 if spec.pipeline == 1 or spec.schedule == "pipedream" else 4 * spec.pipeline
-        return spec.data * max(1, min(turns, batch // spec.data))
-    if spec.schedule == "pipedream":
-        return 1
-    return 1 if spec.pipeline == 1 else max(1, min(4 * spec.pipeline, batch // spec.data))
+    if plan.microbatches is not None:
+        return plan.microbatches
+    assert isinstance(plan, Spec)  # a complete plan has a number of them
+    limit = 1 if plan.pipeline == 1 or plan.schedule == "pipedream" else 4 * plan.pipeline
+    count = max(1, min(limit, batch // plan.data))
+    return plan.data * count if plan.replicas == ROUND_ROBIN else count
 
 
 def parse(text: str) -> Spec:
@@ -232,7 +235,7 @@ def parse(text: str) -> Spec:
     try:
         return _parse_line(text)
     except PolylaneError as error:
-        raise PolylaneError(f"plan {_shorten(text)!r}: {error}") from None
+        raise PolylaneError(f"plan {shorten(text)!r}: {error}") from None
 
 
 def _parse_line(text: str) -> Spec:
@@ -240,70 +243,39 @@ def _parse_line(text: str) -> Spec:
     mesh_text, closed, remainder = text.strip()[1:].partition("]") if opened else ("", "", text)
     if opened and (not closed or remainder.strip()[:1] not in ("", ",")):
         raise PolylaneError("meshes of stages are written [data=2 | tensor=2 | 1], and then a comma and the rest")
-    options = split_pairs(_pieces(remainder), _KEYS, "data=2,pipeline=2")
+    options = split_pairs(_pieces(remainder), LINE_KEYS, "data=2,pipeline=2")
     if degree_key := next((key for key in options if opened and key in DEGREES), None):
         raise PolylaneError(f"{degree_key} cannot be combined with meshes of stages: give it inside the brackets")
     if not options and not opened:
         raise PolylaneError("nothing is said: give degrees, as in data=2,pipeline=2, or data=1 for one worker")
-    schedule, precision = options.get("schedule"), options.get("precision", "float32")
-    if schedule is not None and schedule not in RUNNABLE:
-        raise PolylaneError(f"schedule={_shorten(schedule)} is not known, known are {', '.join(RUNNABLE)}")
-    if precision not in PRECISIONS:
-        raise PolylaneError(f"precision={_shorten(precision)} is not known, known are {', '.join(PRECISIONS)}")
-    replicas = options.get("replicas", SPLIT)
-    if replicas not in REPLICAS:
-        raise PolylaneError(f"replicas={_shorten(replicas)} is not known, known are {', '.join(REPLICAS)}")
-    counts = {key: parse_count(key, options[key]) for key in _COUNTS if key in options}
-    microbatches = counts.pop("microbatches", None)
-    sync = syncs.parse_sync({key: options[key] for key in syncs.KEYS if key in options})
-    slow = tuple(stragglers.parse_stragglers(options["slow"]).items()) if "slow" in options else ()
-    per_sample = _parse_paths(options["per_sample"]) if "per_sample" in options else ()
+    values = parse_words(options)
     stages = [_parse_mesh(stage, number) for number, stage in enumerate(mesh_text.split("|"))] if opened else []
     # Chunks without a schedule are those of 1F1B, interleaved; a schedule that has chunks has them unasked.
-    schedule = schedule or ("interleaved" if counts.get("chunks", 1) > 1 else "1f1b")
-    pipeline = len(stages) or counts.get("pipeline", 1)
-    chunks = counts.pop("chunks", DEFAULT_CHUNKS.get(schedule, 1) if pipeline > 1 else 1)
-    return Spec(
-        **counts,
-        chunks=chunks,
-        schedule=schedule,
-        replicas=replicas,
-        vertical_sync=parse_switch("vertical_sync", options.get("vertical_sync", "no")),
-        microbatches=microbatches,
-        precision=precision,
-        stages=tuple(stages),
-        sync=sync,
-        slow=slow,
-        per_sample=per_sample,
-        recompute=parse_recompute(options.get("recompute", NONE)),
-        compile=parse_switch("compile", options.get("compile", "no")),
-    )
+    schedule = values.setdefault("schedule", "interleaved" if values.get("chunks", 1) > 1 else Spec.schedule)
+    pipeline = len(stages) or values.get("pipeline", 1)
+    values.setdefault("chunks", DEFAULT_CHUNKS.get(schedule, 1) if pipeline > 1 else 1)
+    return Spec(**values, stages=tuple(stages))
+
+
+def parse_words(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Parse the words of a line.
+
+    Args:
+        texts: text of the value, by key.
+
+    Returns:
+        Values by field of :class:`Spec`; ``sync`` is always there.
+
+    Raises:
+        PolylaneError: a value is not one that its key takes.
+    """
+    values = {key: row.parse(key, texts[key]) for key, row in KEYS.items() if key in texts}
+    return {**values, "sync": syncs.parse_sync({key: texts[key] for key in syncs.KEYS if key in texts})}
 
 
 def says_schedule(text: str) -> bool:
     """Return whether a plan in one line names its schedule, the default one included."""
     return any(piece.partition("=")[0].strip() == "schedule" for piece in text.rpartition("]")[2].split(","))
-
-
-def parse_switch(key: str, text: str) -> bool:
-    """Parse yes or no.
-
-    Raises:
-        PolylaneError: the text is neither yes nor no.
-    """
-    if text not in ("yes", "no"):
-        raise PolylaneError(f"{key}={_shorten(text)} must be yes or no")
-    return text == "yes"
-
-
-def _parse_paths(text: str) -> tuple[str, ...]:
-    """Parse module paths, joined by +: "experts.0+experts.1"."""
-    paths = tuple(path.strip() for path in text.split("+"))
-    if not all(paths):
-        raise PolylaneError(
-            f"per_sample={_shorten(text)}: name modules, as in per_sample=experts.0+experts.1, or model"
-        )
-    return paths
 
 
 def _parse_mesh(text: str, stage: int) -> Degrees:
@@ -320,23 +292,3 @@ def _parse_mesh(text: str, stage: int) -> Degrees:
 def _pieces(text: str) -> list[str]:
     """Split at commas; empty pieces are ignored."""
     return [piece for piece in text.split(",") if piece.strip()]
-
-
-def parse_count(key: str, value: str) -> int:
-    """Parse the number that a key of a plan has.
-
-    Raises:
-        PolylaneError: it is no whole number of at least 1, or more than :data:`MOST`.
-    """
-    # The length is checked before int(), which takes quadratic time, and raises ValueError above 4300 digits.
-    if not (value.isascii() and value.isdecimal()) or not value.strip("0"):
-        raise PolylaneError(f"{key}={_shorten(value)} must be a whole number of at least 1")
-    if len(value.lstrip("0")) > len(str(MOST)) or int(value) > MOST:
-        raise PolylaneError(f"{key}={_shorten(value)} is more than {MOST:,}, the most that a plan can have")
-    return int(value)
-
-
-def _shorten(value: str | int, max_length: int = 80) -> str:
-    """Shorten what the user gave, for a sentence."""
-    text = str(value)
-    return text if len(text) <= max_length else f"{text[:max_length]}…"

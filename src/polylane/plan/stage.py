@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import pydantic
 from pydantic_core import PydanticCustomError
@@ -13,7 +13,11 @@ from polylane.plan.recompute import Recompute
 from polylane.yaml_file import Count, StrictMapping
 
 # The axes of a stage's mesh, the outermost first: its devices are listed in this order.
-MESH = ("data", "sequence", "tensor")
+Axis = Literal["data", "sequence", "tensor"]
+MESH: tuple[str, ...] = get_args(Axis)
+# Those along which operators are sharded.
+OperatorAxis = Literal["sequence", "tensor"]
+OPERATOR_AXES: tuple[str, ...] = get_args(OperatorAxis)
 
 
 class Fingerprint(StrictMapping):
@@ -52,10 +56,10 @@ class Stage(StrictMapping):
 
     nodes: Annotated[tuple[str, ...], pydantic.AfterValidator(_in_pairs)]
     devices: tuple[pydantic.StrictInt, ...]
-    mesh: dict[Literal["data", "sequence", "tensor"], Count] = pydantic.Field(default={"data": 1})
-    placements: dict[
-        str, dict[Literal["sequence", "tensor"], Annotated[str, pydantic.BeforeValidator(read_pattern)]]
-    ] = pydantic.Field(default={})
+    mesh: dict[Axis, Count] = pydantic.Field(default={"data": 1})
+    placements: dict[str, dict[OperatorAxis, Annotated[str, pydantic.BeforeValidator(read_pattern)]]] = pydantic.Field(
+        default={}
+    )
     recompute: Recompute | None = None
 
     @property
@@ -91,6 +95,7 @@ class StageIndex(NamedTuple):
 
 def index_stages(stages: tuple[Stage, ...]) -> StageIndex:
     """Return where the ranks and the chunks of stages are."""
+    # Stages share workers as a whole or not at all (check_devices), so that the first device tells whose they are.
     places, first_chunk, chunks = dict[int, tuple[int, int]](), list[int](), dict[int, tuple[int, ...]]()
     for number, stage in enumerate(stages):
         first_number = places[stage.devices[0]][0] if stage.devices and stage.devices[0] in places else number
@@ -113,6 +118,7 @@ def check_devices(stages: tuple[Stage, ...], title: str, may_share: bool) -> Non
     Raises:
         PolylaneError: a rank is named twice, or left out.
     """
+    # Not by the plan's own index: the plan is being made.
     first_chunk = index_stages(stages).first_chunk
     stage_of: dict[int, int] = {}
     for index, stage in enumerate(stages):

@@ -18,6 +18,9 @@ _Momentum = Annotated[float, pydantic.Field(strict=True, ge=0, lt=1)]
 _Steps = Annotated[int, pydantic.Field(strict=True, ge=0)]
 
 ANY = "any"
+Staleness = int | Literal["any"]
+
+Shard = Literal["none", "optimizer", "gradients", "parameters"]
 
 
 class OuterOptimizer(StrictMapping):
@@ -92,13 +95,13 @@ class SyncOptions(StrictMapping):
     every: Count = 1
     warmup: _Steps = 0
     outer: OuterOptimizer | None = None
-    shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
+    shard: Shard = "none"
     within: Count | None = None
     wire: Literal["same", "bfloat16", "float16"] = "same"
     compress: Annotated[PowerSGDOptions | TopKOptions, pydantic.Field(discriminator="kind")] | None = None
     servers: Count | None = None
     dedicated: Annotated[bool, pydantic.Field(strict=True)] = False
-    staleness: Annotated[int | Literal["any"], pydantic.BeforeValidator(_staleness)] = 0
+    staleness: Annotated[Staleness, pydantic.BeforeValidator(_staleness)] = 0
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -152,13 +155,14 @@ class SyncOptions(StrictMapping):
             message = f"{key} {values.get(key)!r} must be {_WANTED[key]}" if key in _WANTED else details["msg"]
             raise PolylaneError(message) from error
 
+    def changed_keys(self) -> frozenset[str]:
+        """Return the keys whose values are not the defaults."""
+        return frozenset(key for key, value in self if value != type(self).model_fields[key].default)
+
     def to_words(self) -> list[str]:
         """Format the options as words of a plan in one line; no words for the plain sum of gradients."""
-        words = []
-        for key, value in self:
-            if value == type(self).model_fields[key].default or key in ("kind", "servers"):
-                continue
-            words.append(f"{key}={_format_word(value)}")
+        keys = [key for key in KEYS if key in self.changed_keys() and key != "servers"]
+        words = [f"{key}={_format_word(getattr(self, key))}" for key in keys]
         return [f"servers={self.server_count}", *words] if self.has_servers else words
 
 
@@ -182,12 +186,12 @@ def _find_contradiction(sync: SyncOptions) -> str | None:
     """Describe two options that exclude each other, and what to do; None if there are none."""
     if sync.has_servers:
         return _find_server_contradiction(sync)
-    for key in ("servers", "dedicated", "staleness"):
-        if getattr(sync, key) != SyncOptions.model_fields[key].default:
-            return f"{key} is for kind: parameter_server: give that as well, or leave {key} out"
+    changed = sync.changed_keys()
+    if server_key := next((key for key in ("servers", "dedicated", "staleness") if key in changed), None):
+        return f"{server_key} is for kind: parameter_server: give that as well, or leave {server_key} out"
     if sync.every == 1:
         for key in ("warmup", "outer"):
-            if getattr(sync, key):
+            if key in changed:
                 return f"{key} is for replicas that agree every so many steps: give every as well, or leave {key} out"
     if sync.within is not None and sync.shard == "none":
         return "within says among how many replicas something is sharded: give shard as well, or leave within out"
@@ -208,17 +212,16 @@ def _find_server_contradiction(sync: SyncOptions) -> str | None:
             f"shard: {sync.shard} and kind: parameter_server exclude each other: servers hold the optimizer's states, "
             "shared out among them"
         )
-    for key in ("every", "warmup", "outer", "within", "wire", "compress"):
-        if getattr(sync, key) != SyncOptions.model_fields[key].default:
-            return f"{key} is for kind: all_reduce, and a parameter server does not take it: leave {key} out"
+    if key := next((key for key in KEYS[: KEYS.index("servers")] if key in sync.changed_keys()), None):
+        return f"{key} is for kind: all_reduce, and a parameter server does not take it: leave {key} out"
     return None
 
 
 # The plain sum of gradients in every step.
 SUM = SyncOptions()
 
-# Keys of a plan in one line that belong to the sync options.
-KEYS = ("every", "warmup", "outer", "shard", "within", "wire", "compress", "servers", "dedicated", "staleness")
+# Keys of a plan in one line that belong to the sync options: there is no word kind.
+KEYS = tuple(key for key in SyncOptions.model_fields if key != "kind")
 
 
 def parse_sync(texts: Mapping[str, str]) -> SyncOptions:

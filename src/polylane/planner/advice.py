@@ -9,7 +9,8 @@ from polylane.cluster.cluster import Cluster, Links
 from polylane.cluster.link import Link
 from polylane.cost.predict import Prediction
 from polylane.plan.fixed_keys import ScheduleOption
-from polylane.plan.spec import TURNS, format_degrees
+from polylane.plan.options import ROUND_ROBIN
+from polylane.plan.spec import format_degrees
 from polylane.planner.ranked_plan import RankedPlan
 from polylane.planner.schedule_options import PLAIN_SCHEDULE, penalize
 from polylane.planner.search import SearchRequest, SearchResult, search
@@ -169,7 +170,7 @@ def describe_candidate(candidate: RatedPlan) -> str:
     schedule, chunks = candidate.option
     words += [] if candidate.option == PLAIN_SCHEDULE else [f"schedule={schedule}"]
     words += [f"chunks={chunks}"] if chunks > 1 else []
-    words += [f"replicas={TURNS}"] if candidate.takes_turns else []
+    words += [f"replicas={ROUND_ROBIN}"] if candidate.takes_turns else []
     return ",".join([*words, *candidate.sync.to_words()])
 
 

@@ -20,9 +20,10 @@ from polylane.schedule.stage_graph import CyclicStages, StageGraph
 
 # Fraction of a fork's work below which a branch is not worth a worker.
 WORTH = 0.1
-MOST_WORKERS = 16
+MOST_WORKERS = 16  # over which the branches of a fork are spread
 # Most positions of the graph that are searched for a fork.
 MOST_FORKS = 64
+# Few: branches run side by side, and have no long pipeline to fill.
 MICROBATCHES = (1, 2, 4)
 
 

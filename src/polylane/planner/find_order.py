@@ -181,7 +181,7 @@ def _candidates(
     for _ in range(TRIES):
         try:
             best = find_schedule(build_problem(scene, graph, bounds), effort=effort)
-        except NoScheduleFits:
+        except NoScheduleFits:  # nor would any under the lower bounds of a later try
             break
         yield best.lanes
         bounds = [bound * LOWER for bound in bounds]
@@ -193,7 +193,7 @@ def _lanes_or_none(name: str, graph: StageGraph, plan: Plan) -> Lanes | None:
     """Return the lanes of a named schedule; None where it has other stages on its workers."""
     try:
         return schedule_lanes(name, graph, plan.microbatches, plan.stage_groups)
-    except ValueError:
+    except ValueError:  # an interleaved schedule, say, for workers with one stage each
         return None
 
 

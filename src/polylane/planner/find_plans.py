@@ -15,9 +15,9 @@ from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
 from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
+from polylane.plan.options import ROUND_ROBIN
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import NONE
-from polylane.plan.spec import TURNS
 from polylane.planner.advice import describe_candidate, devices_needed
 from polylane.planner.memory_reserve import USUAL, MemoryReserve, memory_limit
 from polylane.planner.order_trials import try_found_orders
@@ -77,7 +77,7 @@ def find_plans(
         max(top, 1),
         batch_is_indivisible=not composition.is_proven,
         # Replicas in turn compute microbatches: who asks for them asks for several.
-        takes_whole_batches=depends_on_split(graph.code) and fixed.replicas != TURNS,
+        takes_whole_batches=depends_on_split(graph.code) and fixed.replicas != ROUND_ROBIN,
         # An optimizer that must see whole parameters cannot update shards of them, and sparse gradients are not cut.
         shardings=() if problem.whole or find_sparse_gradients(graph) else fixed.shardings,
         fixed=fixed,

@@ -45,7 +45,7 @@ def parse_reserve(text: str) -> MemoryReserve:
             reserve = MemoryReserve(share=float(share) / 100)
             if 0 <= reserve.share < 1:
                 return reserve
-    except ValueError:
+    except ValueError:  # no number before the percent sign; the sentence below says what is expected
         pass
     size = figure(text)
     if size is None or not size[0] >= 0 or size[1] != "size":

@@ -86,7 +86,7 @@ def _find(answer: SearchResult, candidate: RatedPlan, plan: Plan, partition: Par
     free = plan.model_copy(update={"schedule": FOUND, "order": ()})
     try:
         ordered = find_order(basis, partition, free, batch, candidate.memory_limit, EFFORT)
-    except PolylaneError:
+    except PolylaneError:  # no order fits the memory: the plan is left out, and others are tried
         return None
     option = FOUND, candidate.option[1]
     return RankedPlan(replace(candidate, option=option), ordered, partition, predict(basis, partition, ordered, batch))

@@ -26,8 +26,9 @@ from polylane.errors import PolylaneError, format_plural
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, balance_stages
 from polylane.plan import fit_to_graph as fit
-from polylane.plan.plan import Plan
-from polylane.plan.spec import SPLIT, Degrees, Spec, default_microbatches
+from polylane.plan.options import SPLIT
+from polylane.plan.plan import AnyPlan, Plan
+from polylane.plan.spec import Degrees, default_microbatches
 from polylane.planner.stage_curves import CurveCache
 from polylane.sharding.layout import Layout, LayoutOffer, choose_layout
 from polylane.sharding.stage_layouts import SHARED_BY, tensors_on_unequal_meshes, values_between_meshes
@@ -171,7 +172,7 @@ def _make_update_clock(problem: CapturedProblem, states: OptimizerState) -> Call
     return seconds
 
 
-def fit_plan(basis: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition, Plan]:
+def fit_plan(basis: CostModel, plan: AnyPlan, batch: int) -> tuple[Partition, Plan]:
     """Complete a plan: cut its stages to balance the predicted times, unless it is a full plan already.
 
     Raises:

@@ -11,8 +11,9 @@ from polylane.cost.predict import CostModel, Prediction, predict
 from polylane.graph.partition import Partition
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.fixed_keys import ScheduleOption
+from polylane.plan.options import PRECISIONS, ROUND_ROBIN, SPLIT
 from polylane.plan.plan import Plan
-from polylane.plan.spec import PRECISIONS, SPLIT, TURNS, Spec
+from polylane.plan.spec import Spec
 from polylane.planner.problem import fit_to_meshes
 from polylane.planner.schedule_options import penalize
 from polylane.planner.stage_curves import CurveCache
@@ -102,11 +103,6 @@ def price_plan(estimates: CurveCache, candidate: RatedPlan) -> PricedPlan:
     return PricedPlan(candidate, plan, partition, basis, PlanCost(basis, partition, plan, estimates.batch, exact=False))
 
 
-def realize_plan(estimates: CurveCache, candidate: RatedPlan) -> RankedPlan:
-    """Return a candidate as a full plan with its exact prediction."""
-    return price_plan(estimates, candidate).simulate()
-
-
 def make_plan(partition: Partition, candidate: RatedPlan, method: TrainingOptions) -> Plan:
     """Return a candidate's plan, with ranks ordered so that those that communicate most share a host."""
     precision = method.dtype if method.dtype in PRECISIONS else PRECISIONS[0]
@@ -114,7 +110,7 @@ def make_plan(partition: Partition, candidate: RatedPlan, method: TrainingOption
     spec = Spec(
         schedule=schedule,
         chunks=chunks,
-        replicas=TURNS if candidate.takes_turns else SPLIT,
+        replicas=ROUND_ROBIN if candidate.takes_turns else SPLIT,
         precision=precision,
         stages=candidate.meshes,
         sync=candidate.sync,

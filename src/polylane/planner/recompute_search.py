@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from polylane.cost.operators.training_options import Recompute
 from polylane.cost.plan_cost import CostModel, PlanCost
 from polylane.cost.predict import predict
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
-from polylane.plan.recompute import BUDGET, NONE, format_recompute
+from polylane.plan.recompute import BUDGET, MODES, NONE, format_recompute
 from polylane.planner.problem import fit_to_meshes
 from polylane.planner.ranked_plan import RankedPlan, weigh
 from polylane.planner.search import SearchResult
@@ -48,9 +47,8 @@ def search_with_recomputation(
     plain = search_once(basis)
     if not _misses_plans(plain):
         return plain
-    best, answers = list(plain.ranked_plans), {NONE: plain}
-    modes: tuple[Recompute, ...] = ("selective", "full")
-    for mode in modes:
+    best, answers = list(plain.ranked_plans), dict[str, SearchResult]({NONE: plain})
+    for mode in MODES[1:]:
         result = search_once(replace(basis, method=replace(basis.method, recompute=mode)))
         fitting, too_large = _realize_mode(basis, result, mode)
         answers[mode] = _keep_fitting(result, fitting, too_large)
@@ -144,5 +142,5 @@ def _try_budgets(
         changes = {"stages": tuple(s.model_copy(update={"recompute": word}) for s, word in pairs), "recompute": NONE}
     try:
         return _realize(basis, ranked_plan, ranked_plan.plan.model_copy(update=changes), answer)
-    except PolylaneError:
+    except PolylaneError:  # the training refuses it, or it does not fit: another choice is tried
         return None

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from polylane.cost.state_sharding import Sharding
 from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
 from polylane.plan.fit_to_graph import check_asynchronous
 from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
+from polylane.plan.options import ROUND_ROBIN, SPLIT
 from polylane.plan.plan import Plan
-from polylane.plan.spec import SPLIT, TURNS
+from polylane.plan.sync import Shard
 from polylane.planner import uniform_plans
 from polylane.planner.branch_stages import plan_branches
 from polylane.planner.ranked_plan import PricedPlan, RankedPlan, price_plan, weigh
@@ -61,7 +61,7 @@ class SearchRequest:
     plan_count: int = 5
     batch_is_indivisible: bool = False
     takes_whole_batches: bool = False
-    shardings: tuple[Sharding, ...] = ()
+    shardings: tuple[Shard, ...] = ()
     fixed: FixedKeys = NOTHING_FIXED
     check: Callable[[Plan, Partition], None] = lambda plan, partition: None
 
@@ -198,7 +198,7 @@ def _can_run(priced: PricedPlan, wish: SearchRequest) -> bool:
     try:
         check_asynchronous(priced.plan, priced.partition)
         wish.check(priced.plan, priced.partition)
-    except PolylaneError:
+    except PolylaneError:  # the reason is shown only where no plan at all is left
         return False
     return True
 
@@ -318,8 +318,8 @@ class _UniformSearch:
         # A number of microbatches that is fixed is that of the step, whatever a replica has of them.
         turning = replace(uniform, takes_turns=True) if "microbatches" in fixed.counts else uniform.in_turn()
         useful = uniform.stages > 1 and code.has_batch_statistics and self._turns_are_possible
-        plans = [uniform] if uniform.data == 1 or fixed.replicas != TURNS else []
-        if uniform.data > 1 and (fixed.replicas == TURNS or (fixed.replicas is None and useful)):
+        plans = [uniform] if uniform.data == 1 or fixed.replicas != ROUND_ROBIN else []
+        if uniform.data > 1 and (fixed.replicas == ROUND_ROBIN or (fixed.replicas is None and useful)):
             plans.append(turning)
         return [plan for plan in plans if plan.divides(self._estimates.batch)]
 
@@ -378,7 +378,7 @@ def _search_unequal(estimates: CurveCache, wish: SearchRequest, workers: int) ->
     # is that of every stage.
     if estimates.sync.is_replica_local or estimates.sync.has_servers or wish.fixed.degrees:
         return []
-    variants = sharding_variants(estimates, wish) if wish.fixed.replicas != TURNS else []
+    variants = sharding_variants(estimates, wish) if wish.fixed.replicas != ROUND_ROBIN else []
     # One microbatch fills a pipeline whose steps follow each other without a flush.
     counts: Sequence[int] = (1, *MICROBATCHES) if wish.fixed.schedule in ASYNCHRONOUS else MICROBATCHES
     if wish.microbatches is not None:
@@ -395,6 +395,6 @@ def may_take_turns(estimates: CurveCache) -> bool:
     graph = estimates.basis.stages.graph
     try:
         find_running_norms(graph.code.fx, {node.name for node in graph.nodes})
-    except PolylaneError:
+    except PolylaneError:  # its running statistics depend on who computes which microbatch
         return False
     return estimates.sync.is_plain_sum

@@ -26,6 +26,7 @@ from polylane.planner.uniform_plans import RatedPlan
 
 # With more workers only uniform meshes are searched.
 MOST_WORKERS = 16
+# Bounds of the dynamic program: a round for each stage, over all pairs of places at which the graph may be cut.
 MOST_STAGES = 6
 MOST_PLACES = 48
 # How many bounds on the slowest stage are tried; numbers of microbatches; degrees of operator axes.

@@ -20,6 +20,7 @@ from polylane.runtime.transport.protocol import FinishedTransfer, Transport
 
 # A gradient of 4 MB, as large as a bucket; the first runs make residuals and directions, and do not count.
 ROWS, COLUMNS = 1024, 1024
+# Measured runs: at least and at most; and how many come before, uncounted.
 FEWEST, MOST, LEAD = 3, 15, 2
 RANKS = (0, 1)
 

@@ -40,7 +40,7 @@ def fit_link(carried: Sequence[TimedTraffic]) -> Link:
 
     Args:
         carried: measurements, with "send" and "all_reduce" in groups of two at least. With larger groups the seconds
-            of a step can be told from the latency, and the bandwidth that all devices share from that of one.
+            of a step can be separated from the latency, and the bandwidth that all devices share from that of one.
     """
     several = len({_senders(case) for case in carried if case.kind != "send"}) > 1
     max_senders = max(_senders(case) for case in carried)

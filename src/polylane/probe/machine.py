@@ -15,7 +15,7 @@ from polylane.cluster.device import Device
 from polylane.cluster.figures import format_size
 from polylane.cluster.link import Link
 from polylane.errors import PolylaneError
-from polylane.runtime.workers.fork import threads_per_worker
+from polylane.runtime.workers.threads import threads_per_worker
 from polylane.runtime.workers.world import accelerator_type, affine_cores
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -62,7 +62,7 @@ def _read_text(file: Path) -> str:
     """Return the text of a file of the system; empty where there is none."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    except OSError:  # not every system and container has the file
         return ""
 
 

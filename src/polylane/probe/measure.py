@@ -9,17 +9,21 @@ from typing import Any
 
 import torch
 
+from polylane.errors import PolylaneError
+from polylane.graph.capture.export import ModelWithLoss
 from polylane.probe.codec_speed import measure_codecs
 from polylane.probe.device_speed import TimedCase, is_fast_enough, measure_bandwidth, time_cases
-from polylane.probe.effort import Effort
-from polylane.probe.host_contention import measure_contention
+from polylane.probe.effort import Effort, concurrent_counts
 from polylane.probe.interleaved_sums import measure_interleaved_sums
 from polylane.probe.link_speed import TimedTraffic, measure_traffic
 from polylane.probe.machine import accelerators, check_workers, shared_cores
 from polylane.probe.stopwatch import measure_dispatch, warm_up
+from polylane.probe.transformer_block import HIDDEN, LENGTH, SAMPLES, TransformerBlock
+from polylane.profiling.host_contention import measure_model_contention
 from polylane.runtime.workers import allocator
-from polylane.runtime.workers.fork import WorkerContext, fork_workers, limit_to_one_thread
-from polylane.runtime.workers.spawn import spawn_workers
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import choose_start_method, start_workers
+from polylane.runtime.workers.threads import limit_to_one_thread
 
 # Progress callback: what is being measured, and how many ticks of it are done.
 Told = Callable[[str, int], Any]
@@ -110,8 +114,9 @@ def measure_machine(workers: int, effort: Effort, tick: Told = lambda activity, 
     """
     check_workers(workers)
     limit_to_one_thread()
-    start = spawn_workers if accelerators() else fork_workers
-    measurements: WorkerMeasurements = start(partial(_worker, effort), workers, _relay(tick))[0]
+    start = partial(start_workers, start_method=choose_start_method())
+    measurements = start(partial(_worker, effort), workers, _relay(tick))[0]
+    assert measurements is not None
     between = [start(partial(_traffic_worker, effort), count, _relay(tick))[0] for count in traffic_worlds(workers)]
     if not between:
         return measurements
@@ -140,28 +145,38 @@ def _traffic_worker(effort: Effort, context: WorkerContext) -> TransportMeasurem
     return TransportMeasurements(tuple(timed), sums)
 
 
-def _worker(effort: Effort, context: WorkerContext) -> WorkerMeasurements:
-    """Run one worker: the first measures the device while the others wait, then all measure contention."""
-    world, device = context.world, context.device
+def _worker(effort: Effort, context: WorkerContext) -> WorkerMeasurements | None:
+    """Run one worker: the first one measures the device, and how much copies of a model slow each other."""
+    if context.rank:
+        return None
+    device, workers = context.device, context.world.size
     if device.type == "cpu":
         allocator.retain_freed_memory()  # as every worker of a training does
 
     def told(activity: str, parts: int = 1) -> None:
-        if context.rank == 0:
-            context.send_message({"what": activity, "parts": parts})
+        context.send_message({"what": activity, "parts": parts})
 
-    shares, timed, bandwidth = dict[int, float](), list[TimedCase](), 0.0
-    codecs = dict[str, float]()
-    if context.rank == 0:
-        told("operators", 0)
-        warm_up(device, effort.warm_seconds)
-        bandwidth = measure_bandwidth(device, effort.stream_bytes)
-        codecs = measure_codecs(device, effort.case_seconds)
-        timed = _measure_operators(effort, device, told)
-    if world.size > 1 and device.type == "cpu":
-        shares = measure_contention(world, effort, lambda: told("workers at once"))
-    threads, cases = torch.get_num_threads(), tuple(timed)
-    return WorkerMeasurements(threads, _gpu(device), cases, bandwidth, (), shares, codecs)
+    told("operators", 0)
+    warm_up(device, effort.warm_seconds)
+    bandwidth = measure_bandwidth(device, effort.stream_bytes)
+    codecs = measure_codecs(device, effort.case_seconds)
+    timed = _measure_operators(effort, device, told)
+    contention = dict[int, float]()
+    if workers > 1 and device.type == "cpu":
+        told("workers at once", 0)
+        contention = _measure_contention(effort, workers)
+        told("workers at once", (1 + len(concurrent_counts(workers))) * effort.rounds)
+    threads = torch.get_num_threads()
+    return WorkerMeasurements(threads, _gpu(device), tuple(timed), bandwidth, (), contention, codecs)
+
+
+def _measure_contention(effort: Effort, workers: int) -> dict[int, float]:
+    block = ModelWithLoss(TransformerBlock(), lambda model, x: model(x).sum(), lambda leaves: leaves[0])
+    counts, x = concurrent_counts(workers), torch.randn(SAMPLES, LENGTH, HIDDEN)
+    contention = measure_model_contention(block, [x], counts, effort.contention_seconds, effort.rounds)
+    if not contention:
+        raise PolylaneError(f"{workers} copies of a small model cannot run here at once; give fewer --workers")
+    return contention
 
 
 def _gpu(device: torch.device) -> Accelerator | None:

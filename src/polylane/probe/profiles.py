@@ -111,7 +111,7 @@ def load_profile(graph: Graph, device: Device, threads: int | None = None) -> Pr
     path = path_of(graph, device, threads)
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except FileNotFoundError:  # not measured yet
         return None
     except (OSError, UnicodeError) as error:
         raise PolylaneError(f"{path} cannot be read: {error}; {_AGAIN}") from error

@@ -15,7 +15,7 @@ from polylane.profiling.time_operators import wait_for
 Call = Callable[[], Any]
 Watch = Callable[[Call], tuple[float, Any]]
 
-RUNS = 51
+RUNS = 51  # odd, so that the median is one of them
 # GPU cycles for which the stream sleeps while the host issues the timed call: about half a millisecond.
 _AHEAD = 1_000_000
 

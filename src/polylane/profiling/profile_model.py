@@ -18,7 +18,7 @@ from polylane.graph.graph import Graph
 from polylane.optim.modes import set_mode
 from polylane.profiling.time_operators import measure_both, wait_for
 
-REPEATS = 5
+REPEATS = 5  # whole passes: the median of five is not moved by two that something else has disturbed
 
 # Operator whose statistics replicas may share; it is then timed once more in its synchronized form.
 NORM = "aten.batch_norm.default"

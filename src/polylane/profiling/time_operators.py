@@ -24,7 +24,7 @@ from polylane.graph.operators.device_arguments import copy_to_device
 from polylane.graph.operators.keyed_random import KEYED
 from polylane.graph.python_state.moved_module import moved_module
 
-REPEATS = 3
+REPEATS = 3  # of each operator; a graph has thousands, whose errors average out
 
 # Overhead of an operator where nothing can be measured.
 OVERHEAD_SECONDS = 5e-6
@@ -79,6 +79,7 @@ def measure_both(
     model_with_loss = ModelWithLoss(model, loss, lambda flat: flat)
     with model_restored(model_with_loss):
         if device is not None and any(parameter.device != device for parameter in model_with_loss.parameters()):
+            # Where the device's memory does not hold the model, it is measured where it is.
             with suppress(RuntimeError), moved_module(model_with_loss, device), model_restored(model_with_loss):
                 constants = {name: value.to(device) for name, value in graph.code.constants.items()}
                 code = replace(graph.code, fx=copy_to_device(graph.code.fx, device), constants=constants)

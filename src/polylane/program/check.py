@@ -76,6 +76,7 @@ def _waits_for_sends(
     posted = {program.rank: posting_places(program.actions) for program in programs}
     passes = backward_passes(programs)
     for (sender, sent), (receiver, received) in messages:
+        # The message is taken once its receive is posted, for which the receiver must have run what comes before.
         program, predecessor = of_rank[sender], posted[receiver][received] - 1
         action = program.actions[sent]
         if predecessor < 0 or action.microbatch is None:
@@ -100,6 +101,7 @@ def backward_passes(programs: Sequence[Program]) -> dict[tuple[int, int], list[t
 
 def _check_handed_on(program: Program) -> None:
     """Raise RuntimeError unless what a stage gets from another one of its worker is there, both ways, when it runs."""
+    # No message and no lock orders these: stages of one worker hand values over in its memory.
     passes = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
     positions = {
         (action.kind is ActionKind.FORWARD, action.stage, action.microbatch): position

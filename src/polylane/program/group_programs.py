@@ -32,6 +32,7 @@ def lower_groups(partition: Partition, plan: Plan) -> tuple[Program, ...]:
         return tuple(rank_programs[plan.stages[stage].devices[0]] for stage in plan.first_chunks)
     lanes = lanes_of(plan, stage_graph_of(partition, plan))
     programs = tuple(_group_program(partition, plan, group, lane) for group, lane in enumerate(lanes))
+    # As in lower(): an asynchronous pipeline has one order, in which no worker waits for a late message.
     if plan.is_asynchronous:
         return programs
     return defer_sends(order_receives(programs) if plan.most_chunks > 1 else programs)
@@ -39,7 +40,7 @@ def lower_groups(partition: Partition, plan: Plan) -> tuple[Program, ...]:
 
 def _group_program(partition: Partition, plan: Plan, group: int, lane: Sequence[Action]) -> Program:
     stages = plan.chunks(plan.first_chunks[group])
-    sources, peers = find_local_sources(partition, plan, stages), [(peer,) for peer in plan.stage_groups]
+    sources, peers = find_local_sources(partition, stages), [(peer,) for peer in plan.stage_groups]
     receives = {s: [c for c in partition.crossings if s in c.consumers and (c.value, s) not in sources] for s in stages}
     sent = [message for c in partition.crossings if c.producer in stages and (message := crossing_as_sent(c, plan))]
     sends = {s: [c for c in sent if c.producer == s] for s in stages}

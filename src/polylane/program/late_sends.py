@@ -90,6 +90,7 @@ class _Play:
     def defer(self, rank: int) -> None:
         """Have a worker that stands still wait later for the sends that it waits for."""
         program, location = self._programs[rank], (rank, self._at[rank])
+        # Only waits whose message has not been taken yet: the others of the same pass are over.
         for wait in self._send_waits.pop(location):
             if not self._is_done(wait.before):
                 passes = self._passes[rank, wait.send.stage]

@@ -99,7 +99,7 @@ def _assemble_program(
     """
     stage, replica = plan.stage_and_replica(rank)
     own_stages = plan.chunks(stage)
-    sources = find_local_sources(partition, plan, own_stages)
+    sources = find_local_sources(partition, own_stages)
     receives = {
         s: [c for c in partition.crossings if s in c.consumers and (c.value, s) not in sources] for s in own_stages
     }
@@ -138,7 +138,7 @@ def _assemble_program(
     )
 
 
-def find_local_sources(partition: Partition, plan: Plan, stages: Sequence[int]) -> dict[tuple[str, int], int]:
+def find_local_sources(partition: Partition, stages: Sequence[int]) -> dict[tuple[str, int], int]:
     """Return the values that stages of one worker get from another stage of it, by (value, stage) that reads it.
 
     It is the stage that computes the value; else the first stage that reads it, which receives it for all of them.
@@ -288,12 +288,13 @@ def build_buckets(
         targets: ranks whose programs are wanted; groups without any of them are left out.
     """
     graph = partition.graph
+    # A parameter that the loss does not depend on gets no gradient, and must not get zeros by a sum.
     trained, sparse = differentiable_parameters(graph), frozenset(find_sparse_gradients(graph))
     stage_parameters = [set(partition.parameters(stage)) for stage in range(plan.pipeline)]
     workers = plan.first_chunks
     order = {name: i for i, name in reversed(list(enumerate(p for node in graph.nodes for p in node.parameters)))}
     # Parameters that the same stages sum along the same axes may share a bucket. Those of one group of workers are
-    # further told apart by the stages that use them: their gradients are complete at different times.
+    # further divided by the stages that use them: their gradients are complete at different times.
     classes: dict[tuple[tuple[int, ...], tuple[tuple[str, ...], ...], tuple[int, ...]], list[str]] = {}
     for name in sorted(order, key=order.__getitem__, reverse=True):
         if name in trained:
@@ -389,6 +390,7 @@ def _fill_buckets(
     size, kind = 0, ""
     for name in names:
         nbytes, new_kind = parameters[name].bytes, name if name in sparse else parameters[name].dtype
+        # Gradients of a bucket are sent as one tensor, which has one dtype; a sparse one has no place in it.
         if not groups or size + nbytes > BUCKET_BYTES or new_kind != kind:
             groups.append([])
             size = 0

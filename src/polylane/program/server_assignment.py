@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from polylane.errors import PolylaneError, format_plural
 from polylane.graph.partition import Partition
-from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec
+from polylane.plan.plan import AnyPlan, Plan
 
 
 def assign_parameters(partitions: Mapping[str, Partition], plan: Plan) -> tuple[tuple[str, ...], ...]:
@@ -59,8 +58,9 @@ def assign_longest_first(sizes: Mapping[str, int], load: list[int]) -> dict[str,
     return owners
 
 
-def server_rank(plan: Plan | Spec, server: int) -> int:
+def server_rank(plan: AnyPlan, server: int) -> int:
     """Return the rank whose process runs a server: a dedicated one behind those that train, or one that trains too."""
+    # Else spread over the workers, so that hosts share the servers' work.
     if plan.sync.dedicated:
         return plan.workers + server
     return server * plan.workers // plan.sync.server_count

@@ -56,7 +56,9 @@ class CompiledRegion:
         import torch._inductor.config as inductor
 
         # A pool of compiling processes does not survive a fork, and workers of one host share its cores.
-        with inductor.patch(compile_threads=1) if self._on_host else nullcontext():
+        # The script around it may run what it has compiled itself eagerly.
+        stance = torch.compiler.set_stance("default")
+        with stance, inductor.patch(compile_threads=1) if self._on_host else nullcontext():
             result: tuple[Any, ...] = self._compiled(*values)
         return result
 
@@ -79,7 +81,7 @@ def with_compiled_regions(graph: fx.Graph, device: torch.device) -> fx.Graph:
         elif node not in region_of:
             values[node] = copied = new_graph.node_copy(node, lambda n: values[n])
             copied.meta = dict(node.meta)
-        elif node is regions[region_of[node]][-1]:  # all of them run where the last one did: nothing lies between
+        elif node is regions[region_of[node]][-1]:  # all of them run where the last one did: nothing is between
             _add_call(new_graph, regions[region_of[node]], values, device)
     return new_graph
 
@@ -102,8 +104,7 @@ def _is_compilable(target: Any) -> bool:
 
 
 def _computes(node: fx.Node) -> bool:
-    name = getattr(node.target, "_opname", "")
-    return isinstance(node.target, torch._ops.OpOverload) and name not in _VIEWS
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket.__name__ not in _VIEWS
 
 
 def _add_call(graph: fx.Graph, region: Sequence[fx.Node], values: dict[fx.Node, fx.Node], device: torch.device) -> None:

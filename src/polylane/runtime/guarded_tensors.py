@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,25 @@ class StaleWeights(PolylaneError):
     """A use of the user's model in a process where its weights are not those of the training."""
 
 
+class Reader(Protocol):
+    """Answers a script that asks for what is not whole here, where every worker runs the same script: collectives."""
+
+    def read(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a function on the values of guarded tensors among its arguments."""
+
+    def write(self, tensor: Tensor, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Make a write on a guarded tensor that needs the whole of it; the arguments are those behind the tensor."""
+
+    def read_all(self, values: Any) -> Any:
+        """Return nested values with those of guarded tensors in their place."""
+
+    def gradient(self, guard: Guard) -> Tensor | None:
+        """Return a parameter's gradient, guarded as well; None where it has none."""
+
+    def set_gradient(self, guard: Guard, gradient: Tensor | None) -> None:
+        """Give a parameter a whole gradient, of which each worker takes its part; None: take it away."""
+
+
 @dataclass(eq=False)
 class Guard:
     """How a tensor that is not whole, or not up to date, answers a script.
@@ -81,6 +100,7 @@ class Guard:
         is_served: whether a server has it: its values may be read here, and not written.
         record_write: called after a write, with whether all values are given by it.
         draft: the whole tensor as far as torch.nn.init has written it; None where it is not about to.
+        reader: answers what is asked of values and gradients; None: that is refused.
     """
 
     name: str
@@ -91,6 +111,8 @@ class Guard:
     is_served: bool = False
     record_write: Callable[[bool], None] = lambda is_fresh: None
     draft: Tensor | None = None
+    reader: Reader | None = None
+    is_view = False  # of a guarded tensor
 
     def take_part(self, full_tensor: Tensor) -> None:
         """Write this worker's part of a whole tensor."""
@@ -113,6 +135,11 @@ class Guard:
 
     def refuse(self, operation: str) -> StaleWeights:
         """Return the error for a use that this process cannot make."""
+        if self.reader is not None:
+            return StaleWeights(
+                f"{self.name} cannot be written by {operation}, as workers hold parts of it under this plan: write "
+                "into a copy, and assign that (tensor.copy_(copy), or parameter.grad = copy)"
+            )
         if operation == "grad":
             return StaleWeights(
                 f"the gradient of {self.name} is not whole in this process: {self.why}; "
@@ -140,6 +167,13 @@ class _Answers:
 class GuardedParameter(_Answers, nn.Parameter):
     """A parameter that is not whole in this process."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return an ordinary parameter, with the values that the guard answers."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
 
 class GuardedTensor(_Answers, Tensor):
     """A buffer that is not whole in this process, or an alias of a guarded tensor (``.data``, ``detach()``)."""
@@ -159,7 +193,8 @@ def remove_guard(tensor: Tensor) -> None:
         del tensor._polylane_guard  # type: ignore[attr-defined]
 
 
-def _guard_of(value: Any) -> Guard | None:
+def guard_of(value: Any) -> Guard | None:
+    """Return what answers for a tensor; None for an ordinary one."""
     return getattr(value, "_polylane_guard", None) if isinstance(value, _Answers) else None
 
 
@@ -168,19 +203,23 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     guarded: list[Any] = [value for value in tree_leaves((args, kwargs)) if isinstance(value, _Answers)]
     initializes = sys._getframe(2).f_globals.get("__name__") == _INITIALIZERS
     for value in guarded if not initializes else ():
-        if (guard := _guard_of(value)) is not None:
+        if (guard := guard_of(value)) is not None:
             guard.finish_draft(value)
-    guards = {id(guard): guard for guard in map(_guard_of, guarded) if guard is not None}
+    guards = {id(guard): guard for guard in map(guard_of, guarded) if guard is not None}
     if not guards:  # a copy that torch made of one, of which nobody knows
         return func(*args, **kwargs)
     operation, guard = _name_of(func), next(iter(guards.values()))
     kind, is_write = _KINDS.get(operation), _is_write(operation, func) or kwargs.get("out") is not None
+    if guard.reader is not None and operation in ("grad", "grad="):
+        return guard.reader.gradient(guard) if operation == "grad" else guard.reader.set_gradient(guard, args[1])
+    if guard.reader is not None and operation.startswith("_foreach_") and is_write:
+        return _write_each(operation, args, kwargs)
     if kind == "metadata" or (guard.is_served and operation not in ("data", "detach") and not is_write):
         return _guard_views(guarded[0], guard, operation, _on_ordinary(guarded, func, args, kwargs))
     # A view of one is no new tensor: what would be written to it is lost.
     is_view = operation.endswith("_as") and isinstance(args[0], _Answers)
     if kind in ("shape", "like") and not is_view:
-        # Of the whole shape, in the memory of one element; a shape alone is asked of a tensor without memory.
+        # Of the whole shape, in the memory of one element; if only the shape matters, without memory.
         new, kw = tree_map(lambda value: _stand_in(value, kind == "shape"), (tuple(args), kwargs))
         return func(*new, **kw)
     if initializes and len(guards) == 1 and not guard.is_served:
@@ -189,15 +228,28 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         alias = func(*args, **kwargs).as_subclass(Tensor)
         put_guard(alias, guard)
         return alias
-    if operation in ("__repr__", "__format__", "__str__"):
+    if operation in ("__repr__", "__format__", "__str__") and guard.reader is None:
         return f"<{guard.name}, of shape {tuple(guard.shape)}: {guard.why}>"
     # Optimizers and modules look for a gradient before they drop it.
     if operation == "grad" and sys._getframe(2).f_code.co_name == "zero_grad":
         return func(*args)
     is_target = isinstance(args[0] if args else kwargs.get("tensor"), _Answers)
+    if is_write and is_target and guard.reader is not None:
+        args, kwargs = (args[0], *guard.reader.read_all(args[1:])), guard.reader.read_all(kwargs)
+        guards, guarded = {id(guard): guard}, guarded[:1]
     if is_write and is_target and len(guards) == 1 and not guard.is_served:
         return _write(guard, operation, func, guarded, args, kwargs)
+    if guard.reader is not None and not (is_write and is_target):
+        return guard.reader.read(func, args, kwargs)
     raise guard.refuse(operation)
+
+
+def _write_each(operation: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Make a write on a list of tensors (``torch._foreach_mul_``) on each of them."""
+    write = getattr(Tensor, operation.removeprefix("_foreach_"))
+    for number, tensor in enumerate(args[0]):
+        operands = [arg[number] if isinstance(arg, (list, tuple)) else arg for arg in args[1:]]
+        _answer(write, (tensor, *operands), kwargs)
 
 
 def _name_of(func: Any) -> str:
@@ -215,7 +267,7 @@ def _is_write(operation: str, func: Any) -> bool:
 
 def _on_ordinary(guarded: Iterable[Tensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call a function while guarded tensors are ordinary ones."""
-    pairs = [(tensor, guard) for tensor in guarded if (guard := _guard_of(tensor)) is not None]
+    pairs = [(tensor, guard) for tensor in guarded if (guard := guard_of(tensor)) is not None]
     for tensor, _ in pairs:
         remove_guard(tensor)
     try:
@@ -236,7 +288,7 @@ def _guard_views(tensor: Tensor, guard: Guard, operation: str, result: Any) -> A
 
 
 def _stand_in(value: Any, is_meta: bool) -> Any:
-    guard = _guard_of(value)
+    guard = guard_of(value)
     if guard is None:
         return value
     return value.new_empty(guard.shape, device="meta") if is_meta else value.new_empty(()).expand(guard.shape)
@@ -265,7 +317,9 @@ def _write(
         is_fresh, func, args = True, lambda target, value: target.__setitem__(..., value), (args[0], args[2])
     if operation == "data=":
         func = Tensor.copy_
-    if guard.cut is None:
+    if guard.is_view and guard.reader is not None:
+        guard.reader.write(tensor, func, args[1:], kwargs)
+    elif guard.cut is None:
         with torch.no_grad() if operation == "data=" else nullcontext():
             _on_ordinary(guarded, func, args, kwargs)
     elif is_fresh:
@@ -278,6 +332,8 @@ def _write(
         if local is not None:
             new, kw = tree_map(lambda value: _cut_argument(guard, local, value), (tuple(args[1:]), kwargs))
             func(local.detach(), *new, **kw)
+    elif guard.reader is not None and guarded[0] is args[0]:
+        guard.reader.write(tensor, func, args[1:], kwargs)
     else:
         raise guard.refuse(operation)
     guard.record_write(is_fresh)
@@ -291,7 +347,7 @@ def _is_everything(index: Any) -> bool:
 
 
 def _cut_argument(guard: Guard, local: Tensor, value: Any) -> Any:
-    """Return the part of an argument that meets this worker's part of the tensor."""
+    """Return the part of an argument that belongs to this worker's part of the tensor."""
     if not isinstance(value, Tensor) or value.dim() == 0 or guard.cut is None:
         return value
     part = guard.cut(value.broadcast_to(guard.shape).contiguous())

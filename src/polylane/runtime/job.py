@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -37,7 +37,7 @@ from polylane.runtime.workers.close_at_exit import CloseAtExit
 from polylane.runtime.workers.world import World
 
 # Names that were methods of Job, and are of its worker's role alone.
-_OF_WORKER = frozenset(("slack", "part_of", "shard_of", "stepping", "staleness", "counters", "updates"))
+_OF_WORKER = frozenset(("slack", "part_of", "shard_of", "stepping", "staleness", "counters", "updates", "held"))
 
 
 class Job:
@@ -52,6 +52,8 @@ class Job:
         anomalies: detector of non-finite values in this worker's forward passes, or None.
         audit: repeats some steps with your own code and compares the results, or None.
     """
+
+    training_role: ClassVar[type[TrainingRole]] = TrainingRole
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class Job:
         self._role: TrainingRole | ServingRole
         # Dedicated servers have the ranks behind those that train.
         if world.rank < prepared.plan.workers:
-            self._role = TrainingRole(prepared, world, example, clip_norm, seed, same_weights, connect)
+            self._role = self.training_role(prepared, world, example, clip_norm, seed, same_weights, connect)
         else:
             self._role = ServingRole(prepared, world, clip_norm)
         self._rank, self.world = world.rank, self._role.world
@@ -213,10 +215,6 @@ class Job:
         reduction and clipping; None for parameters without a gradient.
         """
         return self._role.whole_gradients(self._resolve_objective(objective))
-
-    def held(self) -> dict[str, Tensor]:
-        """Return the tensors (or shards) that this worker keeps up to date, by the model's names."""
-        return self._role.held()
 
     @collective("job.state_dict")
     def state_dict(self, *, losses: bool = False) -> dict[str, Tensor]:

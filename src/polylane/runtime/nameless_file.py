@@ -1,4 +1,4 @@
-"""Nameless file: memory that processes share by its descriptor, and of which nothing is left when they have ended."""
+"""Nameless file: shared memory without a name in the file system, freed when the last process that has it open ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 def open_nameless_file(label: str) -> int:
     """Return the descriptor of a new, empty file without a name: in memory, where the system has such files.
 
-    Only the same user may open it (mode 0600). Programs that this process starts inherit it only if told to.
+    Only the same user may open it (mode 0600). A program that this process starts has it only where it is passed on.
 
     Args:
         label: what the file is for, as lists of open files show it.

@@ -94,6 +94,7 @@ class ProgramBinder:
 
     Attributes:
         pipeline: the batches under way, where the plan's schedule is asynchronous; else None.
+        keeps_state: whether the user's own Python keeps in evaluations what it does.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class ProgramBinder:
         updates: Mapping[str, ObjectiveUpdate],
     ) -> None:
         self._local_model, self._connections, self._updates = local_model, connections, updates
+        self.keeps_state = False
         self._ahead = {False: programs, True: replica_local}
         self._prepared, self._plan = local_model.prepared, local_model.prepared.plan
         self.pipeline = self._open_pipeline() if self._plan.is_asynchronous else None
@@ -233,7 +235,7 @@ class ProgramBinder:
 
     def restoring_python_state(self, partition: Partition) -> AbstractContextManager[None]:
         """Return a context manager that restores the state of the user's own Python after an evaluation."""
-        if not collect_effects(partition.graph):
+        if self.keeps_state or not collect_effects(partition.graph):
             return nullcontext()
         return python_kept(self._prepared.model, *self._prepared.losses, is_trial=False)
 

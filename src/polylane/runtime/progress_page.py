@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from multiprocessing.reduction import DupFd
 from typing import Any, Protocol, TypeVar
 
 from polylane.diagnosis.page_layout import (
@@ -50,7 +51,7 @@ from polylane.runtime.progress.script_calls import ScriptCalls
 
 T = TypeVar("T")
 
-BEAT_SECONDS = 0.25
+BEAT_SECONDS = 0.25  # interval of the beats by which a stopped process is known: far below any patience
 USUAL_DECAY = 0.95  # by which the longest step of late counts less with every further step
 
 # The signal at which a worker writes its stacks: one that neither users nor schedulers of clusters send.
@@ -91,9 +92,9 @@ class ProgressMemory:
     @classmethod
     def allocate(cls) -> ProgressMemory:
         """Make the page of this process, which others can open."""
-        file, stacks = open_nameless_file("page"), open_nameless_file("stacks")
+        file = open_nameless_file("page")
         os.ftruncate(file, PAGE_BYTES)
-        return cls(mmap.mmap(file, PAGE_BYTES), file, stacks)
+        return cls(mmap.mmap(file, PAGE_BYTES), file, open_nameless_file("stacks"))
 
     @classmethod
     def of_process(cls, pid: int, file: int, stacks: int) -> ProgressMemory:
@@ -101,12 +102,21 @@ class ProgressMemory:
         page, written = (os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR) for descriptor in (file, stacks))
         return cls(mmap.mmap(page, PAGE_BYTES), page, written)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle this for a process that multiprocessing starts, which gets the descriptors."""
+        return _open_page, (DupFd(self.file), DupFd(self.stacks))
+
     def close(self) -> None:
         """Free the memory, and close the files."""
         self.page.close()
         for descriptor in (self.file, self.stacks):
             if descriptor >= 0:
                 os.close(descriptor)
+
+
+def _open_page(file: Any, stacks: Any) -> ProgressMemory:
+    descriptor = file.detach()
+    return ProgressMemory(mmap.mmap(descriptor, PAGE_BYTES), descriptor, stacks.detach())
 
 
 class Progress:

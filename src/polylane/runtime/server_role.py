@@ -196,5 +196,5 @@ class ServingRole:
         return {AGREEMENT: sent, **none, "theory": float(weights * self._plan.data)}
 
     def spans(self, steps: int) -> list[Span]:
-        """Return the latest updates of its server, however many steps are asked for, in seconds on rank 0's clock."""
+        """Return the latest updates of its server, however many steps are requested, in seconds on rank 0's clock."""
         return align_clocks([[KnownSpan(span) for span in self._server.spans]], self._host.clock_offset)

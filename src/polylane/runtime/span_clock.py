@@ -2,12 +2,12 @@
 
     device         a mark is                              a span is known
     CPU            a reading of ``time.perf_counter()``   at once
-    accelerator    an event, recorded on the stream       when it is asked for, which waits for the device
+    accelerator    an event, recorded on the stream       when it is read, which waits for the device
 
 Kernels of an accelerator run after the calls that launch them: the host's clock would show when they were launched. An
 event has the time at which the stream reaches it, and recording one makes nobody wait. Events know the times between
 each other only. So one of them, the anchor, is waited for at a known time of the host, at the first mark and then once
-a minute: later ones lie behind it by their distance.
+a minute: later ones are placed by their distance from it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ class TimedSpan(Protocol):
 class SpanClock(Protocol):
     """Reads moments of the device that computes."""
 
-    is_immediate: bool  # whether spans are known at once
-
     def mark(self) -> Mark:
         """Return the moment at which what was called so far is done, on the current stream."""
 
@@ -62,9 +60,6 @@ class SpanClock(Protocol):
             size: bytes of tensors that were sent or received.
         """
 
-    def seconds_since(self, start: Mark) -> float:
-        """Return the seconds since a mark; waits for the device."""
-
 
 @dataclass(frozen=True)
 class KnownSpan:
@@ -79,8 +74,6 @@ class KnownSpan:
 class HostClock:
     """The clock of the host, where it computes itself."""
 
-    is_immediate = True
-
     def mark(self) -> float:
         return time.perf_counter()
 
@@ -91,9 +84,6 @@ class HostClock:
         self, rank: int, action: Action, start: Mark, end: Mark, waited: Sequence[tuple[Mark, Mark]], size: int
     ) -> TimedSpan:
         return KnownSpan(Span(rank, action, start, end, sum(finish - begin for begin, finish in waited), size))
-
-    def seconds_since(self, start: Mark) -> float:
-        return time.perf_counter() - float(start)
 
 
 @dataclass(frozen=True)
@@ -150,7 +140,6 @@ class DeviceClock:
     """
 
     device: torch.device
-    is_immediate: bool = False
     _anchor: _Anchor | None = field(default=None, repr=False)
 
     def mark(self) -> _DeviceMark:
@@ -166,9 +155,6 @@ class DeviceClock:
         self, rank: int, action: Action, start: Mark, end: Mark, waited: Sequence[tuple[Mark, Mark]], size: int
     ) -> TimedSpan:
         return DeviceSpan(rank, action, start, end, tuple(waited), size)
-
-    def seconds_since(self, start: Mark) -> float:
-        return float(self.mark().seconds - start.seconds)
 
     def _new_anchor(self) -> _Anchor:
         event = self._record()

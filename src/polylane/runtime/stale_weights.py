@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,16 @@ from polylane.graph.graph import Graph
 from polylane.graph.python_state.side_effects import modules_of_losses
 from polylane.runtime.guarded_tensors import Guard, GuardedParameter, GuardedTensor, StaleWeights, remove_guard
 from polylane.runtime.parameters.local_model import LocalModel
+
+
+class Guards(Protocol):
+    """Tensors that are guarded while the user's script runs."""
+
+    def guard(self) -> None:
+        """Guard the tensors."""
+
+    def unguard(self) -> None:
+        """Make all tensors ordinary ones again."""
 
 
 class StaleTensors:
@@ -64,6 +74,11 @@ class StaleTensors:
         self._model = weakref.ref(model)
         self._elsewhere, self._parts, self._why_apart = dict(elsewhere), dict(parts), reason
         self._trained = frozenset(trained)
+        self.prefix = "model."  # of the paths of modules, as the user writes them
+        self.advice = (
+            "call job.evaluate(batch) for a loss, use the model inside of `with job.whole_model():`, or load "
+            "job.state_dict(), the whole weights, into a newly built model"
+        )
         self._steps, self._replicas_differ, self._is_closed = 0, False, False
         named = _named_tensors(model, losses)
         self._object_ids = {name: id(tensor) for name, tensor in named.items()}
@@ -100,6 +115,23 @@ class StaleTensors:
         self._steps += 1
         self._replicas_differ = replicas_differ
         self._given.clear()
+
+    def let_script_read(self) -> None:
+        """Guard nothing: a prepared script's parameters have guards of their own, which read what is elsewhere."""
+        self.unguard()
+        self._places.clear()
+        self.prefix = ""
+        self.advice = (
+            "call it of the prepared model (model.layer(x)), or of a copy of that with all weights "
+            "(copy.deepcopy(model)), or compute it in the model's forward"
+        )
+
+    def release(self) -> None:
+        """Refuse nothing any more: the model has whole weights for good."""
+        self.unguard()
+        self._places.clear()
+        if (model := self._model()) is not None:
+            _unwatch_modules(model)
 
     def close(self) -> None:
         """End the training: weights that are written into the model from now on do not become stale again."""
@@ -264,8 +296,15 @@ def _named_tensors(model: nn.Module, losses: Sequence[Any] = ()) -> dict[str, Te
 # Modules with stale weights inside, with their path in the model. The hook is registered as long as there are any.
 _TABLE: weakref.WeakKeyDictionary[nn.Module, tuple[StaleTensors, str]] = weakref.WeakKeyDictionary()
 _HOOK: list[RemovableHandle] = []
-_TRACKED: weakref.WeakKeyDictionary[nn.Module, StaleTensors] = weakref.WeakKeyDictionary()  # the last of each model
+_TRACKED: weakref.WeakKeyDictionary[nn.Module, Guards] = weakref.WeakKeyDictionary()  # the last of each model
 _OWN = [0]
+
+
+def track_guards(owner: nn.Module, guards: Guards) -> None:
+    """Have tensors guarded while the user's script runs, as long as ``owner`` lives."""
+    _TRACKED[owner] = guards
+    if not _OWN[0]:
+        guards.guard()
 
 
 @contextmanager
@@ -311,7 +350,6 @@ def _refuse_stale_call(module: nn.Module, _: Any) -> None:
     stale, path = entry
     if why := stale.why_stale(path):
         raise StaleWeights(
-            f"{f'model.{path}' if path else 'model'}(...) would compute with weights that are not those of the "
-            f"training: {why}; call job.evaluate(batch) for a loss, use the model inside of `with job.whole_model():`, "
-            "or load job.state_dict(), the whole weights, into a newly built model"
+            f"{stale.prefix + path if path else 'model'}(...) would compute with weights that are not those of the "
+            f"training: {why}; {stale.advice}"
         )

@@ -23,6 +23,7 @@ from polylane.runtime.pipeline.sample_witness import WitnessedCall
 from polylane.runtime.plain_data.serialization import serializable
 from polylane.runtime.span_clock import TimedSpan
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
+from polylane.runtime.transport.staged import HostStaging
 from polylane.schedule.action import Action, ActionKind
 
 HEAD = 3  # numbers of a step before its digests
@@ -84,6 +85,7 @@ class StepState:
         witnessed_calls: by stage, calls of the user's own Python that are checked before the batch's update.
         loss_totals: loss of each microbatch, summed over its samples.
         loss_counts: number of samples, or sum of weights, of each of these.
+        outputs: by microbatch, what the loss's computation returns besides the loss.
         changes: how many parameters of this worker the update has frozen or unfrozen.
         spans: start, end and bytes of every action so far; on an accelerator they are known once it has ended them.
     """
@@ -102,6 +104,7 @@ class StepState:
     witnessed_calls: list[list[WitnessedCall]] = field(default_factory=list)
     loss_totals: list[Tensor] = field(default_factory=list)
     loss_counts: list[Tensor | float] = field(default_factory=list)
+    outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     changes: int = 0
     spans: list[TimedSpan] = field(default_factory=list)
 
@@ -119,7 +122,8 @@ class StepState:
         if device.type == "cpu":
             return torch.cat([self.sums(device), torch.tensor(numbers, dtype=torch.float64)])
         values = [0.0 if isinstance(number, Tensor) else number for number in numbers]
-        vector = torch.tensor(values, dtype=torch.float64, device=device)
+        # torch.tensor(..., device=device) would wait for all that the device has still to compute.
+        vector = HostStaging(device).to_device(torch.tensor(values, dtype=torch.float64))
         for at, number in enumerate(numbers):
             if isinstance(number, Tensor):
                 vector[at] = number

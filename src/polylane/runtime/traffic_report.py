@@ -96,7 +96,7 @@ def _sparse_rows(local_model: LocalModel, program: Program, bucket: GradientBuck
     """Return how many rows of a sparse gradient a worker sends at most in a step; None for an ordinary gradient."""
     if not bucket.is_sparse:
         return None
-    # Where samples meet, an operator that cannot be split looks up all of them on every worker.
+    # Where samples are combined, an operator that cannot be split looks up all of them on every worker.
     replicas = 1 if local_model.prepared.batch_is_sharded else len(program.replicas)
     samples = -(-local_model.prepared.samples // replicas)
     return count_exchanged_rows(program.partition.graph, bucket.parameters[0], samples)

@@ -1,6 +1,6 @@
-"""Training role of a job: a worker that computes a part of the model; its methods are those of the job.
+"""Training role: computes one worker's part of a training. A job forwards its methods to it.
 
-Its parts: :mod:`~polylane.runtime.program_binder`, :mod:`~polylane.runtime.parameters.local_model` and ``.update``.
+Its parts: :mod:`.program_binder`, :mod:`.parameters.local_model` and :mod:`.sync.objective_update`.
 """
 
 from __future__ import annotations
@@ -44,11 +44,9 @@ from polylane.runtime.state.held_tensors import WorkerState
 from polylane.runtime.state.model_state import optimized_parts
 from polylane.runtime.state.saved_state import SavedState
 from polylane.runtime.step_result import STEPS_KEPT, StepResult, StepState, align_clocks, gather_result
-from polylane.runtime.sync.gradient_sync import CollectiveCall, GradientSync, LocalOptimizer
-from polylane.runtime.sync.local_sgd import LocalSgd
+from polylane.runtime.sync.choose_sync import build_sync
+from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
 from polylane.runtime.sync.objective_update import build_updates
-from polylane.runtime.sync.parameter_server.client import ParameterServerSync
-from polylane.runtime.sync.parameter_server.host import open_server_host
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.sync.required_gradients import RequiredGradients
 from polylane.runtime.traffic_report import count_traffic
@@ -56,6 +54,9 @@ from polylane.runtime.transport import clock
 from polylane.runtime.transport.protocol import TransportCounters
 from polylane.runtime.workers import allocator
 from polylane.runtime.workers.world import World
+
+FinishStep = Callable[[str, BoundProgram, StepState], None]
+RunStep = tuple[StepResult, StepState, BoundProgram]
 
 
 class TrainingRole:
@@ -78,54 +79,43 @@ class TrainingRole:
         """Bind a compiled training to this worker; see :class:`polylane.runtime.job.Job`; collective, servers too."""
         if world.device.type == "cpu":
             allocator.retain_freed_memory()
-        everyone, world = world, world.first_workers(prepared.plan.workers)
+        all_processes, world = world, world.first_workers(prepared.plan.workers)
         self.plan, self.world = prepared.plan, world
         self._prepared, self._seed, self._step, self._is_last_step_local = prepared, seed, 0, False
         # Programs first: their channels and groups are what connections are opened for.
         lowered = lower_ahead(prepared)
         units = plan_shard_units(prepared, lowered)
         self._programs = {name: units.regroup_buckets(programs) for name, programs in lowered.items()}
-        local = lower_ahead(prepared, replica_local=True) if self.plan.sync.is_replica_local else {}
-        self._connections = open_connections(prepared, world, [*self._programs.values(), *local.values()], connect)
+        unsynced = lower_ahead(prepared, replica_local=True) if self.plan.sync.is_replica_local else {}
+        programs = [*self._programs.values(), *unsynced.values()]
+        self._connections = open_connections(prepared, world, programs, connect)
         self._transport = self._connections.transport
         self._checks = BatchChecks(prepared, self._transport, next(iter(self._programs.values())), world.device)
-        self._ahead = clock.measure_clock_offset(self._transport) if world.size > 1 else 0.0
+        self._clock_offset = clock.measure_clock_offset(self._transport) if world.size > 1 else 0.0
         self._local_model = LocalModel(prepared, world, self._connections, units, seed, same_weights)
         self._full_tensors = FullTensors(self._local_model)
         shapes = {n: i.shape for p in prepared.partitions.values() for n, i in p.graph.parameters.items()}
         self._hooks = GradientHooks(self._local_model.tensors.parameters(), shapes)
         self._updates = build_updates(self._local_model, clip_norm)
-        self._required = RequiredGradients(self._local_model, self._updates)
-        self._binder = ProgramBinder(self._local_model, self._connections, self._programs, local, self._updates)
+        self._required_gradients = RequiredGradients(self._local_model, self._updates)
+        self._binder = ProgramBinder(self._local_model, self._connections, self._programs, unsynced, self._updates)
         self._cache = CompileCache(prepared, self._binder, example, self._checks.agree_on_settings)
         # Now, not at the first step: an error in binding is then raised on all workers at once, outside of a step.
-        self._cache.bind_ahead([False, True] if local else [False])
-        self._rule = self._choose_sync(everyone, clip_norm)
-        self._stale = track_stale_weights(self._local_model)
-        self._state = WorkerTrainingState(self._local_model, self._updates, self._rule, self._required)
-        # Results whose all-reduce may be under way, and the spans of the last steps.
+        self._cache.bind_ahead([False, True] if unsynced else [False])
+        self._sync = build_sync(all_processes, self._local_model, self._connections, self._updates, clip_norm)
+        if self._binder.pipeline is not None:  # a batch's loss is known when the last stage has seen it
+            self._sync.max_steps_in_flight = 2 + self._binder.pipeline.delay
+        self._stale_weights = track_stale_weights(self._local_model)
+        self._state = WorkerTrainingState(self._local_model, self._updates, self._sync, self._required_gradients)
         self._in_flight, self._spans = deque[StepResult](), deque[tuple[TimedSpan, ...]](maxlen=STEPS_KEPT)
         self._trials = ReadTrials(world.rank == 0)
-        self._traffic = count_traffic(self._connections, self._rule, self._local_model, self._programs)
-
-    def _choose_sync(self, everyone: World, clip_norm: float | None) -> GradientSync:
-        """Build this worker's gradient synchronization; a collective of ``everyone``, dedicated servers among them."""
-        if self.plan.sync.has_servers:
-            host = open_server_host(everyone, self._prepared, clip_norm)
-            return ParameterServerSync(self._local_model, host, self._updates, self._connections.mesh.waits)
-        if self.plan.sync.every > 1:
-            return LocalSgd(self._local_model, self._updates)
-        rule = GradientSync(self._transport)
-        if self._binder.pipeline is not None:
-            # The loss of a batch is known when the last stage has seen it: no other stage waits for that.
-            rule.max_steps_in_flight = 2 + self._binder.pipeline.delay
-        return rule
+        self._traffic = count_traffic(self._connections, self._sync, self._local_model, self._programs)
 
     @property
     def slack(self) -> int:
-        return self._rule.max_steps_in_flight
+        return self._sync.max_steps_in_flight
 
-    def lane(self, programs: Sequence[Program], samples: int) -> BoundProgram:
+    def bind_programs(self, programs: Sequence[Program], samples: int) -> BoundProgram:
         """Bind programs of the first objective's graph, of all workers by rank, for batches of that many samples."""
         return self._binder.fit_to_samples(self._binder.bind_graph(self._prepared.main, programs), samples)
 
@@ -139,43 +129,46 @@ class TrainingRole:
 
     @torch.enable_grad()
     def step(self, batch: Any, name: str, anomalies: AnomalyDetector | None) -> StepResult:
+        return self._run_step(batch, name, anomalies, self._apply_update)[0]
+
+    def _run_step(self, batch: Any, name: str, anomalies: AnomalyDetector | None, finish: FinishStep) -> RunStep:
+        """Run the program of a step; ``finish`` is called once its gradients are complete."""
         update, label = self._updates[name], f"step {self._step + 1}"
-        share, digests, was_read = self._checks.take(batch, label, self._cache.sampled)
-        if share.shortest < self._prepared.min_samples.samples:
-            self._checks.refuse_short(share)
-        if share.is_collated:
-            self._checks.refuse_unequal_sizes(share)
-        progress, rule = self.world.progress, self._rule
-        with progress.during(Phase.TRAINING), allow_own_calls(), rule.blame_local_server(), self._hooks.taken_off():
-            draws = StepDraws(self._seed, self._step)
-            self._required.agree()
+        local_batch, digests, was_read = self._checks.take(batch, label, self._cache.sampled)
+        if local_batch.shortest < self._prepared.min_samples.samples:
+            self._checks.refuse_short(local_batch)
+        if local_batch.is_collated:
+            self._checks.refuse_unequal_sizes(local_batch)
+        progress, blame = self.world.progress, self._sync.blame_local_server()
+        with progress.during(Phase.TRAINING), allow_own_calls(), blame, self._hooks.taken_off():
+            self._required_gradients.agree()
+            is_local = self._is_last_step_local = self._sync.is_replica_local(name)
             with progress.during(Phase.COMPILING):
-                self._is_last_step_local = self._rule.is_replica_local(name)
-                lane = self._cache.compiled_for(name, share, True, self._is_last_step_local, draws)
-                self._limit_in_flight(self._rule.max_steps_in_flight)
+                bound = self._cache.compiled_for(name, local_batch, True, is_local, StepDraws(self._seed, self._step))
+                self._limit_in_flight(self._sync.max_steps_in_flight)
                 self._checks.add_script(digests, update, self._cache.settings_version)
-            for objective_trainer in self._updates.values():
-                objective_trainer.set_mode(training=True)
+            for objective_update in self._updates.values():
+                objective_update.set_mode(training=True)
             update.zero_grad()
-            if lane.buffers:
-                self._local_model.buffers.receive_updates(lane.buffers)
-            lane.executor.anomalies = anomalies
-            with self._traffic.count_step(name, lane.passes):
-                state = self._run(label, lane, share, self._step, lambda state: self._apply_update(name, lane, state))
-            if lane.buffers:
-                self._local_model.buffers.mark_updated(lane.buffers)
-            state.changes = self._required.follow_update()
+            if bound.buffers:
+                self._local_model.buffers.receive_updates(bound.buffers)
+            bound.executor.anomalies = anomalies
+            with self._traffic.count_step(name, bound.passes):
+                state = self._run(label, bound, local_batch, self._step, partial(finish, name, bound))
+            if bound.buffers:
+                self._local_model.buffers.mark_updated(bound.buffers)
+            state.changes = self._required_gradients.follow_update()
             compare = partial(self._checks.compare, what=label, was_read=was_read)
-            context = self._ahead, self._transport, self.world.device, self._rule.loss_ranks
-            result = gather_result(self._step, lane.programs, state, *context, digests, compare)
-            self._stale.record_step(self._rule.weights_differ)
-        self._required.record_result(result)
+            context = self._clock_offset, self._transport, self.world.device, self._sync.loss_ranks
+            result = gather_result(self._step, bound.programs, state, *context, digests, compare)
+            self._stale_weights.record_step(self._sync.weights_differ)
+        self._required_gradients.record_result(result)
         self._in_flight.append(result)
         self._checks.keep(result)
         self._spans.append(tuple(state.spans))
         self._step += 1
         update.follow_loss(lambda: result.loss)
-        return result
+        return result, state, bound
 
     def _pause_training(self) -> None:
         """Finish the batches that are under way, and let optimizers exchange the weights that they train."""
@@ -184,11 +177,11 @@ class TrainingRole:
             update.set_mode(training=False)
 
     def _run(
-        self, label: str, lane: BoundProgram, share: Batch, step: int, update: Callable[[StepState], None]
+        self, label: str, bound: BoundProgram, local_batch: Batch, step: int, update: Callable[[StepState], None]
     ) -> StepState:
-        """Run a batch's program; ``label`` names the batch in errors."""
+        """Run a batch's program, which ``label`` names in errors."""
         try:
-            return lane.executor.run(share, step, self._seed, update)
+            return bound.executor.run(local_batch, step, self._seed, update)
         except ActionFailed as failed:
             raise blame_on_values(label, failed) from failed.cause
 
@@ -203,56 +196,64 @@ class TrainingRole:
         self._limit_in_flight(1)
         self._checks.check_kept()
 
-    def _apply_update(self, name: str, lane: BoundProgram, state: StepState) -> None:
+    def _complete_gradients(self, name: str, bound: BoundProgram, state: StepState) -> None:
+        """Make the gradients those of the loss's mean over what it counts, as the user's hooks change them."""
         update = self._updates[name]
-        if not lane.executor.program.partition.graph.loss_is_mean:
+        if not bound.executor.program.partition.graph.loss_is_mean:
             # Gradients were taken of total / samples; the mean is total / count, and the count is known only now.
-            local_ranks, everyone = replica_ranks(self.plan, self.world.rank), range(self.world.size)
-            ranks = local_ranks if lane.executor.is_replica_local else everyone
+            is_local = bound.executor.is_replica_local
+            ranks = replica_ranks(self.plan, self.world.rank) if is_local else range(self.world.size)
             count = self._transport.all_reduce(state.sums(self.world.device), ranks).wait()[1]
             # On an accelerator nobody waits for the count: where it is 0, the gradients are left as they are.
             if self.world.device.type != "cpu":
                 update.scale_gradients(torch.where(count == 0, 1.0, state.samples_in_mean / count))
             elif count:
                 update.scale_gradients(state.samples_in_mean / float(count))
-        self._required.refuse_changes()
-        samples = bool(state.tables.shares) or not lane.executor.is_replica_local
+        self._required_gradients.refuse_changes()
         self._hooks.run(update.local_parameters, self._seed, self._step)
-        update.step_key = self._seed, self._step
-        self._rule.update_weights(name, update, samples)
-        self._rule.after_step(name, lane.counted)
+
+    def _apply_update(self, name: str, bound: BoundProgram, state: StepState) -> None:
+        self._complete_gradients(name, bound, state)
+        has_samples = bool(state.tables.shares) or not bound.executor.is_replica_local
+        self._updates[name].step_key = self._seed, self._step
+        self._sync.update_weights(name, self._updates[name], has_samples)
+        self._sync.after_step(name, bound.counted)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     @allow_own_calls()
     def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
-        self._pause_training()
-        share, digests, was_read = self._checks.take(batch, "evaluation", self._cache.sampled)
-        if share.is_collated:
-            self._checks.refuse_unequal_sizes(share)
-        with self.world.progress.during(Phase.COMPILING):
-            lane = self._cache.compiled_for(name, share, training=False)
-        self._local_model.buffers.receive_updates(lane.buffers)
-        with (
-            self.world.progress.during(Phase.EVALUATING),
-            torch.no_grad(),
-            self._rule.averaged_weights(),
-            self._binder.restoring_python_state(lane.partition),
-        ):
-            state = self._run("evaluation", lane, share, 0, lambda state: None)
+        state, _, (digests, was_read) = self._evaluate(batch, name)
         vector = state.to_vector(digests, self.world.device)
         total, count, *read = self._transport.all_reduce(vector, range(self.world.size)).wait().tolist()
         self._checks.compare(read, "evaluation", was_read)
-        sums = float(total), float(count)
         # Dedicated servers take part in no pass: they receive the result of every collective call from rank 0.
-        self._rule.broadcast_result(CollectiveCall.EVALUATE, sums)
-        return sums
+        self._sync.broadcast_result(CollectiveCall.EVALUATE, (float(total), float(count)))
+        return float(total), float(count)
+
+    def _evaluate(self, batch: Any, name: str) -> tuple[StepState, BoundProgram, tuple[Any, Any]]:
+        """Run a forward pass; return also the digests of what this worker has read, to be compared."""
+        self._pause_training()
+        local_batch, digests, was_read = self._checks.take(batch, "evaluation", self._cache.sampled)
+        if local_batch.is_collated:
+            self._checks.refuse_unequal_sizes(local_batch)
+        with self.world.progress.during(Phase.COMPILING):
+            bound = self._cache.compiled_for(name, local_batch, training=False)
+        self._local_model.buffers.receive_updates(bound.buffers)
+        with (
+            self.world.progress.during(Phase.EVALUATING),
+            torch.no_grad(),
+            self._sync.averaged_weights(),
+            self._binder.restoring_python_state(bound.partition),
+        ):
+            state = self._run("evaluation", bound, local_batch, 0, lambda state: None)
+        return state, bound, (digests, was_read)
 
     # ---- data and weights --------------------------------------------------------------------------------------------
 
     def epoch(self, dataset: Any, batch_size: int, epoch: int, *, drop_last: bool, **options: Any) -> Iterator[Batch]:
         """Yield the batches of one epoch, with this worker's samples; see :meth:`polylane.runtime.job.Job.batches`."""
-        # A tensor of the whole batch may name its samples by position: nobody collates one from a part of them.
+        # A tensor of the whole batch may index its samples by position: it takes all of them to collate one.
         is_whole = self._prepared.reads_whole_batches or self._cache.has_common_tensors
         options |= {"shares": self.shares, "whole": is_whole, "trials": self._trials, "compared": self.world.size > 1}
         return data.load_batches(dataset, batch_size, epoch=epoch, seed=self._seed, drop_last=drop_last, **options)
@@ -267,16 +268,16 @@ class TrainingRole:
         return as_given(self._updates[name].optimizer)
 
     @allow_own_calls()
-    def gradients(self, name: str) -> dict[str, Tensor | None]:
-        self._rule.load_summed_gradients(name)
-        return {name: parameter.grad for name, parameter in self._updates[name].local_parameters.items()}
+    def gradients(self, objective: str) -> dict[str, Tensor | None]:
+        self._sync.load_summed_gradients(objective)
+        return {name: parameter.grad for name, parameter in self._updates[objective].local_parameters.items()}
 
     @allow_own_calls()
     def whole_gradients(self, name: str) -> dict[str, Tensor | None]:
         self.empty_pipeline()
-        self._rule.load_summed_gradients(name)
+        self._sync.load_summed_gradients(name)
         gradients = self._full_tensors.gradients(self._updates[name].parameter_order)
-        self._rule.broadcast_result(CollectiveCall.WHOLE_GRADIENTS, gradients)
+        self._sync.broadcast_result(CollectiveCall.WHOLE_GRADIENTS, gradients)
         return gradients
 
     @allow_own_calls()
@@ -294,16 +295,16 @@ class TrainingRole:
     @allow_own_calls()
     def state_dict(self, losses: bool) -> dict[str, Tensor]:
         self.complete_steps()
-        with self._rule.averaged_weights():
+        with self._sync.averaged_weights():
             state = self._full_tensors.state_dict(losses)
-            self._rule.broadcast_result(CollectiveCall.STATE_DICT, state)
+            self._sync.broadcast_result(CollectiveCall.STATE_DICT, state)
         return state
 
     @allow_own_calls()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.empty_pipeline()
         self._full_tensors.load_state_dict(state)
-        self._stale.record_whole()
+        self._stale_weights.record_whole()
 
     @contextmanager
     def whole_model(self, state: Mapping[str, Tensor]) -> Iterator[nn.Module]:
@@ -316,18 +317,18 @@ class TrainingRole:
     def save(self, path: Path) -> None:
         self.complete_steps()
         try:
-            with self.world.progress.during(Phase.SAVING), self._rule.averaged_weights():
+            with self.world.progress.during(Phase.SAVING), self._sync.averaged_weights():
                 self._full_tensors.save(path)
         finally:
             # Also where the file could not be written: the servers wait for the end of the call, not for the file.
-            self._rule.broadcast_result(CollectiveCall.SAVE, None)
+            self._sync.broadcast_result(CollectiveCall.SAVE, None)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     @allow_own_calls()
     def collect_state(self) -> WorkerState:
         self.complete_steps()
-        self._required.agree()
+        self._required_gradients.agree()
         with self.world.progress.during(Phase.SAVING):
             return self._state.collect()
 
@@ -336,7 +337,7 @@ class TrainingRole:
         """Return the state after a step of an objective, with the gradients that its optimizer used."""
         # Replicas that take steps of their own have gradients of their own.
         variant = f"@{self._state.replica}" if self._is_last_step_local else ""
-        self._rule.load_summed_gradients(name)
+        self._sync.load_summed_gradients(name)
         state = self.collect_state()
         for parameter, part in optimized_parts(self._local_model, self._updates[name].local_parameters).items():
             gradient = part.parameter.grad
@@ -359,7 +360,7 @@ class TrainingRole:
 
     def exchange(self, value: Any) -> list[Any]:
         """Gather every worker's plain value by rank, while batches may be under way in an asynchronous pipeline."""
-        return self._rule.all_gather_object(value)
+        return self._sync.all_gather_object(value)
 
     def sent_bytes(self) -> dict[str, float]:
         """Return the mean bytes that this worker sent in a step, see :meth:`polylane.runtime.job.Job.traffic`."""
@@ -367,34 +368,33 @@ class TrainingRole:
 
     def spans(self, steps: int) -> list[Span]:
         """Return the spans of this worker's last ``steps`` steps, in seconds on the clock of rank 0."""
-        return align_clocks([*self._spans][-steps:], self._ahead)
+        return align_clocks([*self._spans][-steps:], self._clock_offset)
 
     def stepping(self) -> list[LocalOptimizer]:
-        elsewhere = self._rule.stepping_optimizers()
-        if elsewhere is not None:
-            return elsewhere
+        if (server_optimizers := self._sync.stepping_optimizers()) is not None:
+            return server_optimizers
         update = next(iter(self._updates.values()))
         return [LocalOptimizer(update.optimizer, update.local_parameters, lambda: self._step)]
 
     @property
     def staleness(self) -> int:
-        return self._rule.staleness
+        return self._sync.staleness
 
     @property
     def counters(self) -> tuple[TransportCounters, ...]:
         transports = (self._connections.transport, *self._connections.extra_groups.values())
-        return (*(transport.counters for transport in transports), *self._rule.server_counters())
+        return (*(transport.counters for transport in transports), *self._sync.server_counters())
 
     def updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:
-        return self._rule.server_updates()
+        return self._sync.server_updates()
 
     @allow_own_calls()
     def close(self) -> None:
         """Wait for all messages of this worker, end its connections, and leave the other workers."""
-        # Before workers compare what they have read: another may have steps to make, for which servers await this one.
-        self._rule.leave()
+        # First: servers stop waiting for this worker. Another may still have steps to make when reads are compared.
+        self._sync.leave()
         self.complete_steps()
-        self._stale.close()
-        self._rule.close()
+        self._stale_weights.close()
+        self._sync.close()
         self._connections.close()
         self.world.leave()

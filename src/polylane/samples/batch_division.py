@@ -16,8 +16,8 @@ from polylane.graph.capture.open_dimensions import NotOpened, bind_sizes, sizes_
 from polylane.graph.graph import Graph, Node
 from polylane.graph.nodes.user_lines import format_line
 from polylane.graph.python_state.module_paths import is_inside
-from polylane.plan.plan import Plan
-from polylane.plan.spec import TURNS, Spec
+from polylane.plan.options import ROUND_ROBIN
+from polylane.plan.plan import AnyPlan
 from polylane.samples.batch_layout import describe_divided_buffer, describe_place
 from polylane.samples.counts import find_coupling
 from polylane.samples.derivation import Derivation, derive_composition
@@ -125,7 +125,7 @@ def _derive_with_cause(graph: Graph, per_sample: Collection[str]) -> Derivation:
     return derived
 
 
-def choose_whole_batches(spec: Spec | Plan, graphs: Iterable[Graph], microbatches: int) -> int:
+def choose_whole_batches(spec: AnyPlan, graphs: Iterable[Graph], microbatches: int) -> int:
     """Return a number of microbatches that nobody asked for: 1, with a warning, where more would be another training.
 
     Args:
@@ -141,10 +141,10 @@ def choose_whole_batches(spec: Spec | Plan, graphs: Iterable[Graph], microbatche
     text = next((text for graph in graphs if (text := _explain_whole_batch(graph, spec.per_sample)) is not None), None)
     if text is None:
         return microbatches
-    if spec.replicas == TURNS and spec.data > 1:
+    if spec.replicas == ROUND_ROBIN and spec.data > 1:
         raise PolylaneError(
-            f"replicas={TURNS}: replicas compute microbatches in turn, and a batch must stay whole here: {text}; leave "
-            "replicas out"
+            f"replicas={ROUND_ROBIN}: replicas compute microbatches in turn, and a batch must stay whole here: {text}; "
+            "leave replicas out"
         )
     warnings.warn(f"microbatches=1, and not {microbatches}, the plan's default: {text}", stacklevel=2)
     return 1
@@ -180,6 +180,18 @@ def refuse_coupled_samples(graph: Graph, microbatches: int, replicas: int, per_s
             f"batches of this form cannot be divided as the example is: {explain_coupling(derived)}; use {undivided}"
         )
     _refuse_counters(derived, microbatches)
+
+
+def refuse_undividable_samples(graphs: Iterable[Graph], per_sample: Collection[str] = ()) -> None:
+    """Check that it is proven of all graphs how parts of a batch make up its loss, whatever the plan divides.
+
+    Raises:
+        PolylaneError: a loss couples samples.
+    """
+    for graph in graphs:
+        derived = _derive_with_cause(graph, per_sample)
+        if not derived.is_proven:
+            raise PolylaneError(f"a batch of these tensors cannot be divided: {explain_coupling(derived)}")
 
 
 def check_open_sizes(graph: Graph, per_sample: Collection[str], other_batches: Sequence[Sequence[Any]]) -> None:

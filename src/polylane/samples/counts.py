@@ -59,7 +59,7 @@ def count_whole_batch(graph: Graph) -> Graph:
     Args:
         graph: the captured graph, which is not changed.
     """
-    return graph if graph.is_opaque else _settle_buffers(_normalize_loss(graph))
+    return graph if graph.is_opaque or graph.is_undivided else _settle_buffers(_normalize_loss(graph))
 
 
 def _settle_buffers(graph: Graph) -> Graph:
@@ -231,7 +231,7 @@ class _CodeEditor:
             node.target, node.args, node.kwargs = aten.sum.default, (node.args[0],), {"dtype": dtype} if dtype else {}
             node.meta["op"] = op_name(node)
         else:
-            _replace_argument(node, "reduction", SUM)
+            _reduce_by_sum(node)
         with self.code.inserting_after(node):
             quotient = self.code.call_function(aten.div.Tensor, (node, counts))
         node.replace_all_uses_with(quotient, delete_user_cb=lambda user: user is not quotient)
@@ -362,11 +362,11 @@ def open_value(node: fx.Node) -> Any:
     return node.meta.get("open", node.meta["val"])
 
 
-def _replace_argument(node: fx.Node, name: str, value: Any) -> None:
+def _reduce_by_sum(node: fx.Node) -> None:
+    """Give an operator's argument ``reduction`` the value of "sum"."""
     target: Any = unwrap_settings(node.target)
-    names = [a.name for a in target._schema.arguments]
-    position = names.index(name)
+    position = [argument.name for argument in target._schema.arguments].index("reduction")
     if position < len(node.args):
-        node.args = (*node.args[:position], value, *node.args[position + 1 :])
+        node.args = (*node.args[:position], SUM, *node.args[position + 1 :])
     else:
-        node.kwargs = {**node.kwargs, name: value}
+        node.kwargs = {**node.kwargs, "reduction": SUM}

@@ -14,7 +14,7 @@ and is equal for all parts.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
@@ -29,7 +29,7 @@ from polylane.placement.rules.registry import rule_of
 from polylane.samples.autograd.autograd_functions import prove_function, trace_joins_samples
 from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.interpretation.abstract_interpreter import AbstractInterpreter, interpret
-from polylane.samples.interpretation.additivity import power_of_additive
+from polylane.samples.interpretation.additivity import State, power_of_additive
 from polylane.samples.interpretation.known_states import NeededStatistic, RescaledOperand
 from polylane.samples.once_per_batch import find_settled_buffers
 
@@ -40,13 +40,15 @@ class Derivation:
 
     Attributes:
         batch_layouts: node name -> batch layout, for every value whose composition from parts is proven.
+        shards: node name -> how a value is cut at WHOLE samples, for every value of which each part has its samples'
+            elements, be they in the order of the samples or not ("view(-1)" of samples in dimension 1).
         statistics, rescaled_operands: additions to the graph on which the proof depends.
         culprit: first operator at which the proof fails for the loss; None if it is proven.
         explanation: keyword for the message: "fixed", "writes in place", "no rule" (nothing is known of the culprit) or
             "".
         written: name of a buffer that the culprit writes; "" where it writes none.
         is_declarable: whether the user's word on the culprit may be asked for: not where its backward pass has hooks,
-            or where its trace shows that samples meet.
+            or where its trace shows that samples are combined.
         effects: what the culprit does besides computing, if it runs the user's own Python.
         buffer: a buffer that would differ between replicas, with the operator that writes it; or None.
         counters: buffers written once per part by anything but batch normalization, each with the operator.
@@ -64,6 +66,7 @@ class Derivation:
     unproven: tuple[Node, ...] = ()
     written: str = ""
     is_declarable: bool = True
+    shards: Mapping[str, Shard] = field(default_factory=dict)
 
     @property
     def is_proven(self) -> bool:
@@ -81,6 +84,8 @@ def derive_composition(graph: Graph, per_sample: Collection[str] = (), *, counti
         counting: whether the proof may ask for whole-batch statistics and rescalings; they are returned.
     """
     nodes = graph.code.fx.nodes
+    if graph.is_undivided:
+        return Derivation(dict.fromkeys(graph.positions, BatchLayout.REPLICATED))
     inputs = [n.meta["val"] for n in nodes if n.op == "placeholder" and n.meta["role"][0] == "input"]
     nothing = Derivation({}, culprit=graph.nodes[-1], explanation="fixed")
     if not any(isinstance(val, Tensor) and any(map(is_dynamic, val.shape)) for val in inputs):
@@ -102,7 +107,7 @@ def _writes_unknown_memory(node: fx.Node) -> bool:
 def _build_derivation(walk: AbstractInterpreter) -> Derivation:
     """Build the derivation from a finished interpretation: is the loss additive with the wanted power?"""
     output = walk.graph.code.fx.output_node()
-    results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+    results: list[fx.Node] = list(output.args[0])[: walk.graph.loss_parts]  # type: ignore[arg-type]
     # A mean must be additive(1); total and count of polylane.Mean are sums, additive(0).
     expected_power = 1 if walk.graph.loss_is_mean else 0
     culprit: Node | None = None
@@ -116,6 +121,7 @@ def _build_derivation(walk: AbstractInterpreter) -> Derivation:
     buffer = next(iter(walk.buffers.items()), None)
     return Derivation(
         batch_layouts=_batch_layouts(walk),
+        shards={name: state for name, state in _known_states(walk) if isinstance(state, Shard)},
         statistics=tuple(walk.statistics.values()),
         rescaled_operands=tuple(walk.rescaled.values()),
         culprit=culprit,
@@ -156,15 +162,20 @@ def _describe_effects(graph: Graph, node: Node) -> str:
     return "; ".join(effect.describe for effect in getattr(getattr(call, "own", call), "effects", ()))
 
 
-def _batch_layouts(walk: AbstractInterpreter) -> dict[str, BatchLayout]:
-    orders = {}
+def _known_states(walk: AbstractInterpreter) -> Iterator[tuple[str, State]]:
+    """Yield the state of every node's value that parts make up by their values alone, not by numbers of rows."""
     for name in walk.graph.positions:
         key = walk.view.aliases.get(name, (name, 0))
         state = walk.states.get(key)
-        if state is None or key in walk.size_cuts:
-            continue
+        if state is not None and key not in walk.size_cuts:
+            yield name, state
+
+
+def _batch_layouts(walk: AbstractInterpreter) -> dict[str, BatchLayout]:
+    orders = {}
+    for name, state in _known_states(walk):
         if isinstance(state, (Shard, Replicate)):
-            if state == walk.placements[key]:
+            if state == walk.placements[walk.view.aliases.get(name, (name, 0))]:
                 orders[name] = BatchLayout.REPLICATED if state == REPLICATE else BatchLayout.SHARDED_BY_SAMPLE
         elif power_of_additive(state) in (0, 1):
             orders[name] = BatchLayout.MEAN if power_of_additive(state) else BatchLayout.SUM

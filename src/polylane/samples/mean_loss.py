@@ -74,10 +74,10 @@ def _describe_difference(graph: Graph, runs: list[SplitRun]) -> str | None:
 
 
 def _outputs_combine(mean: bool, outputs: list[list[Tensor]], sizes: list[int]) -> bool:
+    batch, *parts = outputs
     if mean:
-        (value,), *parts = outputs
-        return equal_within(value, mean_of_parts([part[0] for part in parts], sizes))
-    (total, count), *parts = outputs
+        return equal_within(batch[0], mean_of_parts([part[0] for part in parts], sizes))
+    total, count = batch[:2]
     return equal_within(total / count, sum(part[0] for part in parts) / sum(part[1] for part in parts))
 
 

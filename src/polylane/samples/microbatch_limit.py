@@ -20,11 +20,12 @@ from polylane.graph.graph import Graph
 from polylane.graph.nodes.facts import unwrap_settings
 from polylane.graph.operators.sync_batch_norm import VALUES, batch_norm
 from polylane.graph.symbolic_sizes import size_function
-from polylane.plan.plan import Plan
-from polylane.plan.spec import TURNS, Spec, default_microbatches
+from polylane.plan.options import ROUND_ROBIN
+from polylane.plan.plan import AnyPlan
+from polylane.plan.spec import default_microbatches
 from polylane.samples.mean_loss import splits_exactly
 
-MOST = 64  # samples that are tried
+MAX_COUNT = 64  # samples that are tried
 
 
 @dataclass(frozen=True)
@@ -97,17 +98,17 @@ def _min_samples_of_norm(node: fx.Node) -> int:
         sizes = [size_function(size) for size in x.meta["val"].shape]
     except ValueError:  # sizes depend on data: assume the best
         return 1
-    tried = ((n, [size(n) for size in sizes]) for n in range(1, MOST + 1))
+    tried = ((n, [size(n) for size in sizes]) for n in range(1, MAX_COUNT + 1))
     return next((n for n, (rows, _, *space) in tried if rows * math.prod(space) >= VALUES), 1)
 
 
-def requested_microbatches(spec: Spec | Plan, total: int) -> int:
+def requested_microbatches(spec: AnyPlan, total: int) -> int:
     """Return the number of microbatches that a plan requests for a batch of ``total`` samples.
 
     Raises:
         PolylaneError: there are more microbatches, or more replicas, than samples.
     """
-    microbatches = spec.microbatches if isinstance(spec, Plan) else default_microbatches(spec, total)
+    microbatches = default_microbatches(spec, total)
     if microbatches > total:
         raise PolylaneError(
             f"microbatches={microbatches}: a batch of {format_plural(total, 'sample')} cannot be divided into so many"
@@ -119,7 +120,7 @@ def requested_microbatches(spec: Spec | Plan, total: int) -> int:
     return microbatches
 
 
-def captured_samples(spec: Spec | Plan, total: int) -> int:
+def captured_samples(spec: AnyPlan, total: int) -> int:
     """Return with how many samples a plan's graphs are captured: those of one rank in one microbatch, two at least.
 
     Time and memory depend on this number.
@@ -131,11 +132,11 @@ def captured_samples(spec: Spec | Plan, total: int) -> int:
     Raises:
         PolylaneError: there are more microbatches, or more replicas, than samples.
     """
-    replicas = 1 if spec.replicas == TURNS else spec.data
+    replicas = 1 if spec.replicas == ROUND_ROBIN else spec.data
     return max(2, -(-total // (requested_microbatches(spec, total) * replicas)))
 
 
-def min_samples_for(plan: Spec | Plan, graphs: Iterable[Graph]) -> MinSamples:
+def min_samples_for(plan: AnyPlan, graphs: Iterable[Graph]) -> MinSamples:
     """Return the least samples that a microbatch of a plan may have in training."""
     fewest = min_samples(graphs)
     return fewest.for_local_replicas(plan.data) if plan.sync.is_replica_local else fewest

@@ -39,7 +39,7 @@ def find_running_norms(code: fx.Graph, names: Collection[str]) -> tuple[list[Run
         The normalizations in the order of their calls; by buffer, what each pass adds to a counter.
 
     Raises:
-        PolylaneError: the user's own Python normalizes, whose calls cannot be told ahead; or something else than a
+        PolylaneError: the user's own Python normalizes, whose calls cannot be predicted; or something else than a
             normalization moves a buffer in each microbatch.
     """
     norms, counters = list[RunningNorm](), Counter[str]()

@@ -153,7 +153,7 @@ class _Rows:
         for earlier, later in fixed:
             self._add_end({later: 1}, earlier)
         for (earlier, later), column in self._column.items():
-            # Whichever is false asks for no more than that both lie within the time.
+            # The constraint of the false one only says that both are within the time.
             self._add_end({later: 1, column: -within}, earlier, -within)
             self._add_end({earlier: 1, column: within}, later)
         for task in halved:

@@ -1,7 +1,7 @@
 """Schedules by name: one row for each, with its lanes, the stages of its workers, and its estimates.
 
 A schedule is added by its row in :data:`KINDS`: the names that plans and the command line take, those that a search
-compares, and what is told of them are derived from it.
+compares, and their descriptions are derived from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from polylane.schedule import estimates
 from polylane.schedule.asynchronous import steps_in_flight
 from polylane.schedule.estimates import StageSeconds
 from polylane.schedule.interleaved import interleaved
-from polylane.schedule.live import peak_live
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import (
     Lanes,
@@ -246,25 +245,6 @@ def schedule_lanes(
     if kind.chunks != (1,) and not ascends:
         raise ValueError(f"the schedule {schedule} needs stages numbered so that each reads only earlier ones")
     return kind.build(graph, count, chunks, microbatches)
-
-
-def live_bound(
-    schedule: str, stages: int | StageGraph, microbatches: int, stage: int, workers: Sequence[int] | None = None
-) -> int:
-    """Return the most microbatches that a stage has between the start of their forward and the end of their backward.
-
-    Args:
-        schedule, stages, microbatches, workers: what runs, as of :func:`schedule_lanes`.
-        stage: the stage that is asked for.
-
-    Raises:
-        ValueError: what :func:`schedule_lanes` refuses, or a stage that does not exist.
-    """
-    _check_name(schedule)
-    graph = checked_stage_graph(stages, microbatches)
-    if not 0 <= stage < graph.stages:
-        raise ValueError(f"stage must lie between 0 and {graph.stages - 1}, not {stage}")
-    return max(peak_live(schedule_lanes(schedule, graph, microbatches, workers), stage))
 
 
 def _check_name(schedule: str) -> None:

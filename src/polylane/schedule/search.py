@@ -39,7 +39,7 @@ class FoundSchedule:
         peak_bytes: for each worker, the most bytes of live activations.
         origin: what the search started from: a schedule's name, 1F1B with a longer warm-up, a rule, or the integer
             program.
-        optimal: whether no order ends earlier: it meets a lower bound, or the integer program has proven it.
+        optimal: whether no order ends earlier: it equals a lower bound, or the integer program has proven it.
     """
 
     lanes: Lanes
@@ -192,7 +192,7 @@ def _listed_orders(problem: ScheduleProblem) -> Iterator[tuple[str, Orders]]:
 def _longer_warm_ups(problem: ScheduleProblem) -> Iterator[tuple[str, Lanes]]:
     """Yield 1F1B with longer warm-ups: they take back the latency of 1F1B's steady state, for more live microbatches.
 
-    Between a microbatch's forward and its backward on stage s lie 2(k - 1 - s) hops: F + B + 2c(k - 1)/k for each
+    Between a microbatch's forward and its backward on stage s are 2(k - 1 - s) hops: F + B + 2c(k - 1)/k for each
     microbatch of 1F1B, in which the stage has nothing else to do.
     """
     depths = problem.graph.depth_to_end

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SplitDemands:
-    """The conditions that a split along one axis must meet.
+    """The conditions that a split along one axis must satisfy.
 
     Attributes:
         purpose: "tensor": parameters are sharded, with as few bytes as possible, and samples are not split; "sequence":
@@ -44,7 +44,7 @@ class SplitDemands:
 def admissible_options(
     view: OperatorView, options: StrategyOptions, degree: int, demands: SplitDemands
 ) -> StrategyOptions:
-    """Return the strategies and placements of graph inputs that meet all demands.
+    """Return the strategies and placements of graph inputs that satisfy all demands.
 
     Args:
         view: the graph's operators at one number of samples.
@@ -53,7 +53,7 @@ def admissible_options(
         demands: the axis's purpose, pins and earlier splits.
 
     Raises:
-        PolylaneError: no strategy meets a pin; the message names the plan's key and the possible placements.
+        PolylaneError: no strategy satisfies a pin; the message names the plan's key and the possible placements.
         ValueError: ``demands.purpose`` is not in :data:`PURPOSES`.
     """
     if demands.purpose not in PURPOSES:

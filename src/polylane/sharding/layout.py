@@ -134,7 +134,7 @@ class Layout:
 
         try:
             return SplitFormula(view, self.at(samples)[1], views, (samples, *nominal))
-        except NotTraced:
+        except NotTraced:  # a choice depends on the size: each size is then laid out by itself
             return None
 
     @cached_property

@@ -24,11 +24,11 @@ from polylane.sharding.cost_model import CostSetting, LayoutPrediction, predict_
 
 # A faster split may take this share more of the limited bytes than the least possible.
 SLACK = 0.05
-GAP = 1e-4
+GAP = 1e-4  # relative distance from the optimum at which the solver may stop: prices are not known any better
 OPTIMAL = STATUS[0]
 # Prices within this relative distance count as equal: the search over prices has converged.
 CLOSE = 1e-5
-# The price of bytes is divided by this, once the limit is met.
+# The price of bytes is divided by this, once the limit is kept.
 CHEAPER = 4.0
 # Rounds of refinement. Enough to tell the two halves of a block apart; middle blocks of a deep model remain equal.
 HOPS = 3
@@ -83,7 +83,7 @@ def solve(
         rates: operations, bytes and messages a second of every rank.
 
     Raises:
-        PolylaneError: no strategy meets a pin, or the demands contradict each other.
+        PolylaneError: no strategy satisfies a pin, or the demands contradict each other.
     """
     start = time.perf_counter()
     setting = CostSetting(view, degree, rates or RankSpeed(), demands.other_axes)

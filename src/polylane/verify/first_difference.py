@@ -20,7 +20,7 @@ from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.rounding_noise import TRIES, nudge_values, rounding_floor
 from polylane.placement.placement import gradient_placement
 from polylane.plan.sync import SUM
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.sharding.layout import Layout, assemble_parts
 from polylane.verify.record import ComparedTraining
@@ -205,7 +205,7 @@ def _reference_values(
         return look.values
 
     for microbatch, start, stop in filled:
-        # Floors first: the true pass comes last, since the next microbatch goes on from the buffers that it leaves.
+        # Floors first: the true pass comes last, since the next microbatch reads the buffers that it leaves.
         nudged_passes = list[dict[str, Tensor]]()
         for attempt in range(TRIES):
             restore = training.snapshot()

@@ -49,7 +49,9 @@ def train_freely(job: Job, batches: Sequence[Any]) -> FreeRun:
     # Replicas of asynchronous servers differ on purpose: their digests are compared within a replica only.
     differs = job.plan.sync.is_replica_local and job.world.rank < job.plan.workers
     suffix = f" of replica {job.plan.stage_and_replica(job.world.rank)[1]}" if differs else ""
-    digests = {name + job.worker.part_of(name) + suffix: digest_tensor(tensor) for name, tensor in job.held().items()}
+    digests = {
+        name + job.worker.part_of(name) + suffix: digest_tensor(tensor) for name, tensor in job.worker.held().items()
+    }
     losses = _whole_losses(job, sums)
     state = job.state_dict()
     return FreeRun(losses, gradients, state if job.world.rank == 0 else {}, digests, job.worker.updates())

@@ -54,7 +54,11 @@ def train_reference(training: ComparedTraining) -> ReferenceRun:
 
 
 def remeasure_floors(
-    training: ComparedTraining, reference: ReferenceRun, steps: Collection[tuple[int, int]]
+    training: ComparedTraining,
+    reference: ReferenceRun,
+    steps: Collection[tuple[int, int]],
+    tries: int = TRIES_MORE,
+    rounding: AbstractContextManager[object] | None = None,
 ) -> dict[tuple[int, int], RoundingFloors]:
     """Return the floors of some steps of some replicas over more tries; the model of this process is changed.
 
@@ -62,13 +66,15 @@ def remeasure_floors(
         training: the training that is compared.
         reference: the run whose steps are repeated, each from its own state.
         steps: (step, replica) of each step that is repeated.
+        tries: number of perturbed passes of each.
+        rounding: is entered for each of these; it changes how operators round, and may be entered again.
     """
     floors = {}
     for number, replica in steps:
         step, replicas = reference.step_of(number, replica), len(reference.steps[number])
         model = ReferenceModel(training, replica if replicas > 1 else 0, replicas)
         write_tensors(step.before.tensors, model.named_tensors(), lambda name, tensor: tensor)
-        floors[number, replica] = model.run_passes(number, range(TRIES_MORE))[2]
+        floors[number, replica] = model.run_passes(number, range(tries), rounding=rounding)[2]
     return floors
 
 
@@ -123,7 +129,11 @@ class ReferenceModel:
         return read_state(self.named_tensors(), self.optimizer, self.names)
 
     def run_passes(
-        self, step: int, tries: Sequence[int] = range(TRIES), together: bool = False
+        self,
+        step: int,
+        tries: Sequence[int] = range(TRIES),
+        together: bool = False,
+        rounding: AbstractContextManager[object] | None = None,
     ) -> tuple[tuple[float, float], dict[str, Tensor], RoundingFloors]:
         """Run the passes of a step and measure their rounding floors; the gradients stay in the parameters.
 
@@ -131,6 +141,7 @@ class ReferenceModel:
             step: number of the step, for its batch and its random numbers.
             tries: numbers of the perturbed passes, which seed them.
             together: take the whole batch, and not one replica's samples.
+            rounding: is entered for each perturbed pass.
 
         Returns:
             The loss as (total, count), the gradients by parameter, and the floors.
@@ -147,7 +158,8 @@ class ReferenceModel:
             restore()
             nudge_values(loop.modules.parameters(), attempt)
             try:
-                return self._build_pass(*loop.backward(step, attempt if permuted else None), loop)
+                with rounding or nullcontext():
+                    return self._build_pass(*loop.backward(step, attempt if permuted else None), loop)
             except PolylaneError:
                 if not permuted:
                     raise
@@ -248,6 +260,7 @@ class ReferenceLoop:
         try:
             with GradientHooks(self._optimized).taken_off(), self._drawing(part):
                 run()[0].backward()
+        # Its kernels may lack float64, or its Python refuse this batch: then the graph computes the reference.
         except (DrawsDiffer, RuntimeError, NotImplementedError, TypeError):
             return False
         finally:
@@ -338,7 +351,7 @@ class ReferenceLoop:
             with drawing:
                 try:
                     result = self._compute_loss(part_inputs, part)
-                except DrawsDiffer:
+                except DrawsDiffer:  # says by itself which draw it is
                     raise
                 except Exception as error:
                     why = str(error).strip().partition("\n")[0]
@@ -378,7 +391,7 @@ def _runs_in_float64(modules: nn.Module, loss: Loss, run: Callable[[], Any]) -> 
     try:
         with torch.no_grad():
             run()
-    except (RuntimeError, NotImplementedError, TypeError):
+    except (RuntimeError, NotImplementedError, TypeError):  # as torch's kernels refuse a dtype
         return False
     finally:
         restore()

@@ -96,6 +96,11 @@ class RoundingFloors:
             _merge_larger(self.buffers, floors.buffers),
         )
 
+    def multiply(self, factor: float) -> RoundingFloors:
+        """Return floors that are so many times as large."""
+        gradients = {name: floor * factor for name, floor in self.gradients.items()}
+        return RoundingFloors(self.loss * factor, gradients, {n: floor * factor for n, floor in self.buffers.items()})
+
 
 def _merge_larger(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
     return {name: max(a.get(name, 0.0), b.get(name, 0.0)) for name in a.keys() | b.keys()}

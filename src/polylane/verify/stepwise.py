@@ -124,7 +124,7 @@ def train_stepwise(job: Job, training: ComparedTraining, reference: ReferenceRun
             for name, distance in gradient_distances(reference.step_of(number, 0).gradients, gradients):
                 distances.record_distance(number, (ComparedKind.GRADIENT, name, ""), distance)
         expected = step.after.tensors
-        distances.record_tensors(number, ComparedKind.VALUE, expected, job.held(), parts.local_part)
+        distances.record_tensors(number, ComparedKind.VALUE, expected, job.worker.held(), parts.local_part)
         for local_optimizer in job.worker.stepping():
             distances.record_tensors(
                 number, ComparedKind.VALUE, expected, local_optimizer.parameters, parts.optimizer_part
@@ -140,7 +140,7 @@ def train_stepwise(job: Job, training: ComparedTraining, reference: ReferenceRun
 
 
 def _load_reference_state(job: Job, step: ReferenceStep, parts: WorkerParts) -> None:
-    write_tensors(step.before.tensors, job.held(), parts.local_part)
+    write_tensors(step.before.tensors, job.worker.held(), parts.local_part)
     for local_optimizer in job.worker.stepping():
         write_tensors(step.before.tensors, local_optimizer.parameters, parts.optimizer_part)
         write_memory(step.before, local_optimizer.optimizer, local_optimizer.parameters, parts.optimizer_part)

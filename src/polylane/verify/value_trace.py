@@ -125,7 +125,7 @@ def trace_pass(training: ComparedTraining, world: World, step: int, backward: bo
     role = TrainingRole(prepared, world, example=batch, seed=training.seed)
     programs = lower_programs(prepared, prepared.main, training=backward)
     whole_batch = Batch.whole(batch)
-    worker = role.lane(programs, whole_batch.samples).executor
+    worker = role.bind_programs(programs, whole_batch.samples).executor
     replica = 0 if "data" in worker.mesh.axes else worker.program.replica
     trace = ValueTrace(worker.program.stage, replica, worker.mesh.coordinates)
     # The same stage code on the same tensors, so that what is traced is what training runs.

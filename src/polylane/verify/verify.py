@@ -31,11 +31,12 @@ from polylane.graph.precision import cast_module, to_float64
 from polylane.graph.python_state.compiler import without_compiler
 from polylane.graph.python_state.module_copies import copy_module
 from polylane.graph.rounding_noise import nudge_values
-from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec
+from polylane.plan.plan import AnyPlan, Plan
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
 from polylane.runtime.parameters.model_tensors import ModelTensors
-from polylane.runtime.workers.fork import WorkerContext, fork_workers, threads_per_worker
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
+from polylane.runtime.workers.threads import threads_per_worker
 from polylane.samples.microbatch_limit import captured_samples
 from polylane.samples.split_dependence import depends_on_split, describe_split_dependence
 from polylane.verify.delayed_replay import replay_delayed
@@ -63,7 +64,7 @@ def verify(
     model: nn.Module,
     objective: Objective,
     batches: Sequence[Any],
-    plan: str | Spec | Plan,
+    plan: str | AnyPlan,
     *,
     clip_norm: float | None = None,
     seed: int = 0,
@@ -102,7 +103,7 @@ def verify(
         return verify_compiled(prepared, batches, clip_norm=clip_norm, seed=seed, tolerance=tolerance)
 
 
-def refuse_failing_dtypes(model: nn.Module, objective: Objective, batch: Any, plan: Spec | Plan) -> None:
+def refuse_failing_dtypes(model: nn.Module, objective: Objective, batch: Any, plan: AnyPlan) -> None:
     """Run one forward pass in the model's and the batch's own dtypes, in which it is to be trained, on a few samples.
 
     The proof itself casts both to float64, and so hides that they do not go together. A kernel that only the CPU lacks
@@ -121,6 +122,7 @@ def refuse_failing_dtypes(model: nn.Module, objective: Objective, batch: Any, pl
     try:
         refuse_failing_loss(model, objective.loss, problem.take_batch(captured_samples(plan, problem.samples)))
     except PolylaneError as error:
+        # Half precision that the CPU has no kernels for trains on an accelerator, and is proved in float64.
         if "not implemented for" not in str(error.__cause__) or torch.accelerator.current_accelerator() is None:
             raise
 
@@ -356,7 +358,7 @@ def copied_module(module: nn.Module) -> nn.Module:
     """
     try:
         return copy_module(module)
-    except Exception as error:
+    except Exception as error:  # whatever the user's classes raise when they are copied
         reason = str(error).strip().partition("\n")[0]
         raise PolylaneError(f"the model cannot be copied for a proof, copy.deepcopy says: {reason}") from error
 

@@ -15,7 +15,8 @@ from polylane.graph.python_state.gradient_hooks import has_gradient_hooks
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.model_tensors import replace_data
 from polylane.runtime.stale_weights import allow_own_calls
-from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.verify.record import ComparedTraining
 

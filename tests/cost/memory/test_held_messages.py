@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.cost.memory.held_messages import find_held_messages, sum_held
 from polylane.cost.memory.live_ranges import PeakMemory
@@ -20,12 +19,14 @@ from polylane.program.group_programs import lower_groups
 from polylane.program.lower import lower
 from polylane.program.program import Program
 from polylane.program.waits import SEND_DEPTH
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.schedule.action import PASSES, ActionKind
 from polylane.schedule.schedules import SCHEDULES
-from step_memory import alive, predicted
-from synthetic import chain, graph
-from training import classify, sgd
+from tests.support.hard_models import ParallelLayers, SkippingLayers
+from tests.support.reference.step_memory import alive, predicted
+from tests.support.synthetic_graphs import chain, graph
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import classify, sgd
 
 WIDTH, SAMPLES = 32, 640
 
@@ -109,33 +110,9 @@ def test_gradients_of_late_sends_are_held_longer() -> None:
 # ---- against real steps ----------------------------------------------------------------------------------------------
 
 
-class Skipping(nn.Module):
-    """Layers in a row; the last one also reads what the first one made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = h = torch.tanh(self.layers[0](x))
-        for layer in self.layers[1:-1]:
-            h = torch.tanh(layer(h))
-        return self.layers[-1](h + first)
-
-
-class Loose(Skipping):
-    """Layers side by side but for two that read an earlier one; the loss reads all."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = [torch.tanh(layer(x)) for layer in self.layers[:4]]
-        made.append(torch.sin(self.layers[4](made[3])))
-        return self.layers[5](made[0]) + made[1] + made[2] + made[4]
-
-
 def plan_of(model: nn.Module, schedule: str, microbatches: int) -> Plan:
     """A layer a stage: on three workers if interleaved, else each on its own."""
-    fifth, sixth = ("sin", "layers.5/linear") if isinstance(model, Loose) else ("tanh#5", "add")
+    fifth, sixth = ("sin", "layers.5/linear") if isinstance(model, ParallelLayers) else ("tanh#5", "add")
     made = ["tanh", *(f"tanh#{i}" for i in (2, 3, 4)), fifth]
     ends = [*((f"layers.{i}/linear", last) for i, last in enumerate(made)), (sixth, "loss/mul")]
     workers = 3 if schedule == "interleaved" else 6
@@ -144,11 +121,11 @@ def plan_of(model: nn.Module, schedule: str, microbatches: int) -> Plan:
 
 
 RUN = [
-    pytest.param(Skipping(), "interleaved", 5, id="late"),  # with late sends of gradients
-    pytest.param(Loose(), "interleaved", 5, id="loose"),
-    pytest.param(Skipping(), "interleaved", 8, id="skip", marks=pytest.mark.slow),
-    pytest.param(Loose(), "interleaved", 10, id="loose-10", marks=pytest.mark.slow),
-    pytest.param(Skipping(), "1f1b", 8, id="1f1b", marks=pytest.mark.slow),
+    pytest.param(SkippingLayers(WIDTH), "interleaved", 5, id="late"),  # with late sends of gradients
+    pytest.param(ParallelLayers(WIDTH), "interleaved", 5, id="loose"),
+    pytest.param(SkippingLayers(WIDTH), "interleaved", 8, id="skip", marks=pytest.mark.slow),
+    pytest.param(ParallelLayers(WIDTH), "interleaved", 10, id="loose-10", marks=pytest.mark.slow),
+    pytest.param(SkippingLayers(WIDTH), "1f1b", 8, id="1f1b", marks=pytest.mark.slow),
 ]
 
 

@@ -13,9 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
-from compiling import compile_training
-from playing import one_stage_memory
 from polylane.compile.objectives import build_objectives
 from polylane.cost.memory.attention_cores import find_attention_cores
 from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory
@@ -38,11 +35,14 @@ from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
 from polylane.plan.sync import SUM
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.schedule.action import Action, ActionKind
 from polylane.sharding.layout import choose_layout
-from step_memory import alive, parameter_bytes, predicted
-from training import classify
+from tests.support import subsets
+from tests.support.reference.step_memory import alive, parameter_bytes, predicted
+from tests.support.simulated_tasks import one_stage_memory
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import classify
 
 WIDTH, DEPTH, SAMPLES = 64, 4, 256
 
@@ -340,7 +340,7 @@ RUN = (
 )
 
 
-@pytest.mark.parametrize(("plan", "transport"), covering.one_in(2, covering.pairs(RUN, ["", "gloo"]), several=True))
+@pytest.mark.parametrize(("plan", "transport"), subsets.one_in(2, subsets.pairs(RUN, ["", "gloo"]), several=True))
 def test_predictions_hold_for_steps_that_are_run(plan: str, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYLANE_TRANSPORT", transport)
     example = batch()
@@ -357,7 +357,7 @@ def test_predictions_hold_for_steps_that_are_run(plan: str, transport: str, monk
 
 @pytest.mark.parametrize(
     ("axis", "degree"),
-    covering.one_in(2, [("tensor", 2), ("tensor", 4), ("sequence", 2), ("sequence", 4)], several=True),
+    subsets.one_in(2, [("tensor", 2), ("tensor", 4), ("sequence", 2), ("sequence", 4)], several=True),
 )
 def test_ranks_that_share_operators_share_what_is_kept(axis: str, degree: int) -> None:
     graph = layers(2, 64, 8, 2, 64)

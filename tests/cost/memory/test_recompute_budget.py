@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
-import models
 from polylane.cost.memory.recompute_budget import StageBudget, dropped_on_stages
 from polylane.cost.memory.recompute_choice import SavedValues
 from polylane.errors import PolylaneError
@@ -19,8 +17,9 @@ from polylane.graph.capture.capture import capture
 from polylane.graph.capture.repeatable import NOTHING_DROPPED
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, cut_positions
-from recomputing import drop, predicted, trace
-from training import classify
+from tests.support import models, subsets
+from tests.support.reference.recomputed_stages import drop, predicted, trace
+from tests.support.workers.training import classify
 
 
 def budget_of(graph: Graph) -> StageBudget:
@@ -35,7 +34,7 @@ def captured(name: str) -> Graph:
 
 
 @pytest.mark.parametrize(
-    "name", covering.one_in(2, ["vit", "moe", "latents", "lstm", pytest.param("t5", marks=pytest.mark.slow)], first=1)
+    "name", subsets.one_in(2, ["vit", "moe", "latents", "lstm", pytest.param("t5", marks=pytest.mark.slow)], first=1)
 )
 def test_budgets_are_kept_and_cost_less_than_recomputing_all(name: str) -> None:
     graph = captured(name)

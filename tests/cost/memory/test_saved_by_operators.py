@@ -11,11 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from eager_and_captured import captured
 from torch import Tensor, fx, nn
 
-import covering
-import models
 from polylane.cost.memory.allocation_meter import AllocationMeter, storage_id
 from polylane.cost.memory.operator_trial import GradientOrigin
 from polylane.cost.memory.saved_by_operators import trace_saved_tensors
@@ -26,6 +23,8 @@ from polylane.graph.capture.export import ModelWithLoss
 from polylane.graph.capture.self_check import placeholder_value, tensors_by_role
 from polylane.graph.graph import Graph
 from polylane.graph.nodes.sample_slice import SampleSlice
+from tests.support import models, subsets
+from tests.support.reference.eager_and_captured import captured
 
 SAMPLES = 6
 
@@ -283,7 +282,7 @@ def statistics_in_16_bits(graph: Graph, samples: int) -> int:
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    covering.one_in(3, covering.pairs([*models.CASES, *models.TINY], ["float32", "bfloat16"]), first=1, several=True),
+    subsets.one_in(3, subsets.pairs([*models.CASES, *models.TINY], ["float32", "bfloat16"]), first=1, several=True),
 )
 def test_models_keep_to_the_byte_what_torch_packs(name: str, precision: str) -> None:
     samples, autocast = (3, None) if precision == "float32" else (4, torch.bfloat16)

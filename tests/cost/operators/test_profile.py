@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-import jobs
 from polylane.cost.cost_table import OperatorWork
 from polylane.cost.operators.profile import Profile, ProfileClock
 from polylane.placement.operator_view import OperatorNode, view_operators
+from tests.support import planning_graphs
 
 PROFILE = Profile(
     (2, 4), {"a": ((1.0, 2.0), (3.0, 4.0))}, ((2.0, 2.0), (6.0, 8.0)), shared={"a": ((5.0, 6.0), (7.0, 8.0))}
@@ -55,4 +55,4 @@ def test_a_rank_takes_its_share_of_the_measured_time() -> None:
 def _named(name: str) -> OperatorNode:
     from dataclasses import replace
 
-    return replace(view_operators(jobs.blocks(2, 16), 2, 1).operators[0], name=name)
+    return replace(view_operators(planning_graphs.blocks(2, 16), 2, 1).operators[0], name=name)

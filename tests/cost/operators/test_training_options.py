@@ -5,10 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from benchmarks.closed_form import sharded
 
-import covering
-import jobs
+from benchmarks.closed_form import sharded
 from polylane.cost.network import collectives as network
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.plan_cost import PlanCost
@@ -22,9 +20,10 @@ from polylane.plan.spec import Degrees
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
 from polylane.schedule.action import ActionKind
+from tests.support import planning_graphs, subsets
 
 # Blocks whose parameters all travel in one bucket, and blocks that are a bucket for each large parameter.
-SMALL, LARGE = jobs.blocks(4, 64), jobs.blocks(4, 1024)
+SMALL, LARGE = planning_graphs.blocks(4, 64), planning_graphs.blocks(4, 1024)
 DEVICE = "a100-80g"
 SHARDS = ("optimizer", "gradients", "parameters")
 
@@ -38,7 +37,7 @@ def predicted(
     shard: str = "none",
     **how: object,
 ) -> Prediction:
-    found, plan = jobs.basis(graph, cluster, TrainingOptions(**how)), f"{plan},shard={shard}"  # type: ignore[arg-type]
+    found, plan = planning_graphs.basis(graph, cluster, TrainingOptions(**how)), f"{plan},shard={shard}"  # type: ignore[arg-type]
     return predict(found, *setup.fit_plan(found, spec_of(plan), batch), batch, every=every)
 
 
@@ -54,10 +53,12 @@ def spans(found: Prediction, kind: ActionKind) -> list[Span]:
 
 
 @pytest.mark.parametrize(
-    "plan", covering.one_in(4, ["data=1", "pipeline=2,microbatches=4", "data=2", "tensor=2"], first=2)
+    "plan", subsets.one_in(4, ["data=1", "pipeline=2,microbatches=4", "data=2", "tensor=2"], first=2)
 )
 def test_selective_recomputation_lies_between_none_and_all(plan: str) -> None:
-    graph = jobs.attending(5, 64, 512)  # of one attention alone nothing is spared while it is gone through backward
+    graph = planning_graphs.attending(
+        5, 64, 512
+    )  # of one attention alone nothing is spared while it is gone through backward
     none, selective, full = (predicted(graph, plan, recompute=how) for how in ("none", "selective", "full"))
     assert none.seconds < selective.seconds < full.seconds
     for a, b, c in zip(none.stages, selective.stages, full.stages, strict=True):
@@ -67,9 +68,9 @@ def test_selective_recomputation_lies_between_none_and_all(plan: str) -> None:
 
 
 def test_selective_recomputation_runs_attention_once_more() -> None:
-    graph = jobs.attending(3, 64, 512)
+    graph = planning_graphs.attending(3, 64, 512)
     none, selective = (predicted(graph, "pipeline=2,microbatches=4", recompute=how) for how in ("none", "selective"))
-    found = jobs.basis(graph, f"8:{DEVICE}")
+    found = planning_graphs.basis(graph, f"8:{DEVICE}")
     partition, plan = setup.fit_plan(found, spec_of("pipeline=2,microbatches=4"), 16)
     core = {name for each in found.stages.attention_cores for name in each}
     assert len(found.stages.attention_cores) == 3
@@ -81,7 +82,7 @@ def test_selective_recomputation_runs_attention_once_more() -> None:
 
 
 def test_collectives_of_what_is_computed_again_are_waited_for_again() -> None:
-    graph = jobs.attending(3, 64, 512)
+    graph = planning_graphs.attending(3, 64, 512)
     none, full = (predicted(graph, "tensor=2", recompute=how).stages[0].passes for how in ("none", "full"))
     assert none.waits > 0
     assert full.backward_waits == pytest.approx(none.backward_waits + none.waits)
@@ -96,15 +97,15 @@ def test_without_attention_selective_is_none() -> None:
 
 def test_a_fused_attention_keeps_no_scores_to_save() -> None:
     """Only its result could be left away, and the product behind it reads that."""
-    graph = jobs.attending(2, 64, 512, fused=True)
+    graph = planning_graphs.attending(2, 64, 512, fused=True)
     none, selective = (predicted(graph, "data=1", recompute=how) for how in ("none", "selective"))
     assert selective.seconds > none.seconds
     assert 0.9 * none.stages[0].memory.activations <= selective.stages[0].memory.activations
 
 
 def test_what_is_kept_is_not_mixed_up_with_what_would_be() -> None:
-    graph = jobs.attending(2, 64, 256)
-    stages: StageCosts = jobs.basis(graph, f"8:{DEVICE}").stages
+    graph = planning_graphs.attending(2, 64, 256)
+    stages: StageCosts = planning_graphs.basis(graph, f"8:{DEVICE}").stages
     every, mesh = [(0, len(graph.nodes))], Degrees()
     dropped = stages.drop_everywhere(mesh, 4, "selective")
     none, selective = (stages.microbatch_memory(mesh, 4, every, True, each) for each in (NOTHING_DROPPED, dropped))
@@ -125,7 +126,7 @@ def test_what_is_kept_is_not_mixed_up_with_what_would_be() -> None:
 @pytest.mark.parametrize("dtype, item", [("float32", 4), ("bfloat16", 2)])
 def test_two_replicas_scatter_update_a_half_each_and_gather(shard: str, dtype: str, item: int) -> None:
     found = predicted(SMALL, "data=2", dtype=dtype, shard=shard, overlap=False)
-    (stage,), basis = found.stages, jobs.basis(SMALL, f"8:{DEVICE}", TrainingOptions(dtype=dtype))
+    (stage,), basis = found.stages, planning_graphs.basis(SMALL, f"8:{DEVICE}", TrainingOptions(dtype=dtype))
     size, both = weights(SMALL) / 4 * item, range(2)
     passes = stage.passes.forward + stage.passes.backward + 2 * basis.host_overhead
     scattered, gathered = (
@@ -138,7 +139,7 @@ def test_two_replicas_scatter_update_a_half_each_and_gather(shard: str, dtype: s
     assert reduce.bytes == step.bytes == size / 2
 
 
-@pytest.mark.parametrize(("plan", "shard"), covering.pairs(["data=1", "pipeline=2,microbatches=4", "tensor=2"], SHARDS))
+@pytest.mark.parametrize(("plan", "shard"), subsets.pairs(["data=1", "pipeline=2,microbatches=4", "tensor=2"], SHARDS))
 def test_alone_nothing_is_shared_out(plan: str, shard: str) -> None:
     plain, other = predicted(LARGE, plan), predicted(LARGE, plan, shard=shard)
     assert plain.timeline == other.timeline and plain.stages == other.stages
@@ -172,7 +173,7 @@ def test_every_microbatch_gathers_anew() -> None:
 @pytest.mark.parametrize("batch", [16, 1 << 19])
 def test_gathered_parameters_take_what_the_closed_form_takes(link: str, batch: int) -> None:
     found = predicted(LARGE, "data=4,microbatches=2", batch, f"8:{DEVICE},link={link}", shard="parameters")
-    (stage,), basis = found.stages, jobs.basis(LARGE, f"8:{DEVICE},link={link}")
+    (stage,), basis = found.stages, planning_graphs.basis(LARGE, f"8:{DEVICE},link={link}")
     bounds, uses = basis.stages.block_positions, basis.stages.first_uses
     held = [sum(i.bytes for n, i in LARGE.parameters.items() if a <= uses[n] < b) for a, b in pairwise(bounds)]
     traffic = ShardTrafficSeconds.of(basis.cluster, [float(size) for size in held if size], range(4))
@@ -186,12 +187,12 @@ def test_gathered_parameters_take_what_the_closed_form_takes(link: str, batch: i
     assert found.timeline.exposed_communication()[0] == pytest.approx(exposed)
 
 
-@pytest.mark.parametrize("shard", covering.one_in(3, ["optimizer", "gradients", "parameters"], first=2))
+@pytest.mark.parametrize("shard", subsets.one_in(3, ["optimizer", "gradients", "parameters"], first=2))
 def test_summands_along_another_axis_are_summed_all_the_same(shard: str) -> None:
     """Replicas sum their parts; then the ranks of the other axis sum those, of every part the same one."""
-    graph = jobs.attending(2, 64, 64)
+    graph = planning_graphs.attending(2, 64, 64)
     plain, other = (predicted(graph, "data=2,sequence=2", shard=s) for s in ("none", shard))
-    axes = jobs.basis(graph, f"8:{DEVICE}").stages.partial_gradient_axes(Degrees(2, 2, 1))
+    axes = planning_graphs.basis(graph, f"8:{DEVICE}").stages.partial_gradient_axes(Degrees(2, 2, 1))
     summed = sum(len(each) * graph.parameters[name].bytes for name, each in axes.items())
     assert summed, "ranks that have parts of a sequence have summands of the gradients"
     assert sum(s.bytes for s in spans(plain, ActionKind.REDUCE)) == 2 * 3 / 4 * summed
@@ -201,7 +202,7 @@ def test_summands_along_another_axis_are_summed_all_the_same(shard: str) -> None
 
 @pytest.mark.parametrize(
     ("plan", "shard"),
-    covering.pairs(
+    subsets.pairs(
         ["data=4", "data=2,pipeline=2,microbatches=4", "data=2,tensor=2", "data=2,pipeline=2,sequence=2"], SHARDS
     ),
 )
@@ -220,9 +221,9 @@ def test_memory_is_what_it_was() -> None:
 
 @pytest.mark.parametrize(
     ("plan", "shard"),
-    covering.one_in(
+    subsets.one_in(
         2,
-        covering.pairs(
+        subsets.pairs(
             ["data=2,pipeline=2,microbatches=2", "[data=2 | tensor=2]", "[data=2 | data=2,tensor=2]"],
             ["none", "optimizer", "parameters"],
         ),
@@ -230,27 +231,27 @@ def test_memory_is_what_it_was() -> None:
     ),
 )
 def test_tied_weights_are_summed_over_stages_however_they_are_shared(plan: str, shard: str) -> None:
-    found = predicted(jobs.example("gpt"), plan, shard=shard)
+    found = predicted(planning_graphs.example("gpt"), plan, shard=shard)
     tied = [span for span in spans(found, ActionKind.REDUCE) if (span.action.value or "").startswith("tied")]
     assert tied and all(span.bytes for span in tied)
 
 
 def test_while_one_attention_is_gone_through_backward_it_has_what_it_had() -> None:
-    graph = jobs.attending(1, 64, 512)
+    graph = planning_graphs.attending(1, 64, 512)
     none, selective = (predicted(graph, "data=1", recompute=how).stages[0].memory for how in ("none", "selective"))
     assert selective.activations == none.activations
 
 
 @pytest.mark.parametrize(
     ("plan", "network"),
-    covering.pairs(
+    subsets.pairs(
         ["data=2", "data=4,pipeline=2,microbatches=4", "data=8,microbatches=2"],
         [(1, "bfloat16"), (4, "float32"), (4, "bfloat16"), (1, "float32")],
     ),
 )
 def test_who_holds_less_needs_no_more_memory(plan: str, network: tuple[int, str]) -> None:
     blocks, dtype = network
-    graph, ways = jobs.blocks(blocks, 1024), ("none", "optimizer", "gradients", "parameters")
+    graph, ways = planning_graphs.blocks(blocks, 1024), ("none", "optimizer", "gradients", "parameters")
     found = [predicted(graph, plan, batch=64, shard=way, dtype=dtype) for way in ways]
     for stages in zip(*(each.stages for each in found), strict=True):
         totals = [stage.memory.total for stage in stages]
@@ -260,7 +261,7 @@ def test_who_holds_less_needs_no_more_memory(plan: str, network: tuple[int, str]
 def test_attention_with_dropout_takes_the_time_of_its_scores() -> None:
     """They are read and written nineteen times in both passes, at what the memory gives."""
     plain, dropping = (
-        predicted(jobs.attending(2, 64, 2048, True, dropout), "data=1", dtype="bfloat16").seconds
+        predicted(planning_graphs.attending(2, 64, 2048, True, dropout), "data=1", dtype="bfloat16").seconds
         for dropout in (0.0, 0.1)
     )
     passed = 2 * 19 * 16 * 4 * 2048**2 * 2 / 2039e9  # two attentions, their scores in 16 bits

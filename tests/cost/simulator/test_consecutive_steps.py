@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from playing import reduce, scheduled
-from polylane.cost.simulator.consecutive_steps import overlap_seconds
+from polylane.cost.predict import overlap_seconds
 from polylane.cost.simulator.simulate import simulate_tasks
 from polylane.cost.simulator.task import Task, TransferTime
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.schedules import SCHEDULES, schedule_lanes, splits_backward
+from tests.support.simulated_tasks import reduce, scheduled
 
 # All three take as long as the others: theory's F = I = W.
 EQUAL: dict[ActionKind, float] = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from playing import BACKWARD, alone, backward, ends, forward, receive, reduce, send, step, times
 from polylane.cost.simulator.shared_cores import SharedCores
 from polylane.cost.simulator.simulate import simulate_tasks
 from polylane.cost.simulator.task import Task, TransferTime
+from tests.support.simulated_tasks import BACKWARD, alone, backward, ends, forward, receive, reduce, send, step, times
 
 
 @pytest.mark.parametrize(("lanes", "cores", "expected"), [(2, 2, 3), (4, 2, 6), (3, 2, 4.5), (3, 1, 9), (2, 0.5, 12)])

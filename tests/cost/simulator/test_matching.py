@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from playing import BACKWARD, FORWARD, alone, backward, receive, reduce, send, step
 from polylane.cost.simulator.shared_cores import SharedCores
 from polylane.cost.simulator.simulate import simulate_tasks
 from polylane.cost.simulator.task import Task, TransferTime
 from polylane.schedule.action import Action, ActionKind
+from tests.support.simulated_tasks import BACKWARD, FORWARD, alone, backward, receive, reduce, send, step
 
 
 def test_a_deadlock_names_who_waits_for_what() -> None:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from playing import BACKWARD, FORWARD, backward, ends, forward, receive, reduce, scheduled, send, step, times
 from polylane.cost.simulator.simulate import simulate_tasks
 from polylane.cost.simulator.task import Task, TransferTime
 from polylane.observe.timeline import Span
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.schedules import schedule_lanes
+from tests.support.simulated_tasks import (
+    BACKWARD,
+    FORWARD,
+    backward,
+    ends,
+    forward,
+    receive,
+    reduce,
+    scheduled,
+    send,
+    step,
+    times,
+)
 
 
 def test_tasks_follow_each_other() -> None:

@@ -11,23 +11,22 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from eager_and_captured import SIZES, assert_unchanged, captured, close, compare, state
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import covering
-import models
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
 from polylane.recipe import Mean
+from tests.support import models, subsets
+from tests.support.reference.eager_and_captured import SIZES, assert_unchanged, captured, close, compare, state
 
 # Libraries that ask whether they are being exported choose another kernel then: the same up to rounding.
 ROUNDED = {"hf_llama", "hf_gpt2"}
 LEAVES = {"moe": ["blocks.0.moe", "blocks.1.moe"]}
 
 
-@pytest.mark.parametrize("name", covering.one_in(3, [*models.CASES, *models.TINY], first=2))
+@pytest.mark.parametrize("name", subsets.one_in(3, [*models.CASES, *models.TINY], first=2))
 def test_cases_are_captured_as_they_are(name: str) -> None:
     graph, model, case = captured(name)
     assert graph.is_opaque == (name == "branching")
@@ -37,7 +36,7 @@ def test_cases_are_captured_as_they_are(name: str) -> None:
     assert all(held)
 
 
-@pytest.mark.parametrize("name", covering.one_in(3, covering.one_in(5, [*models.CASES, *models.TINY]), first=2))
+@pytest.mark.parametrize("name", subsets.one_in(3, subsets.one_in(5, [*models.CASES, *models.TINY]), first=2))
 def test_names_are_unique_and_the_same_everywhere(name: str) -> None:
     graphs = [captured(name)[0], captured(name, samples=3)[0], captured(name, in_float64=True)[0]]
     names = [[node.name for node in graph.nodes] for graph in graphs]
@@ -47,7 +46,7 @@ def test_names_are_unique_and_the_same_everywhere(name: str) -> None:
     assert all(node.dtype not in ("float32", "bfloat16", "float16") for node in graphs[2].nodes)
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, covering.one_in(2, [*models.CASES, *models.TINY])))
+@pytest.mark.parametrize("name", subsets.one_in(2, subsets.one_in(2, [*models.CASES, *models.TINY])))
 def test_evaluation_is_captured_too(name: str) -> None:
     graph, model, case = captured(name, training=False)
     assert not graph.code.random
@@ -326,6 +325,15 @@ def test_one_sample_fails_where_eager_does() -> None:
     model = Shared()
     graph = capture(model, models.classify, xy(5, 0))
     assert not compare(graph, model, models.classify, xy, 1)
+
+
+def test_distributions_are_captured_without_their_checks_of_values() -> None:
+    def likelihood(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        normal = torch.distributions.Normal(model(batch[0]), 1.0)
+        return -normal.log_prob(batch[1]).mean()
+
+    graph = capture(nn.Linear(3, 1), likelihood, (torch.ones(4, 3), torch.ones(4, 1)))
+    assert "check" not in {node.op for node in graph.nodes}
 
 
 def test_tied_and_shared_weights_stand_once() -> None:

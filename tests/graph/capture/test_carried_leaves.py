@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from polylane.graph.capture.capture import capture
 from polylane.runtime.job import Job
-from training import mlp, sgd, workers
+from tests.support.workers.training import mlp, sgd, workers
 
 SCALES = {"a": 1.0, "b": 3.0}
 ROWS = 8

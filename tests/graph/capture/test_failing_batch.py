@@ -9,7 +9,7 @@ import torch
 
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture
-from training import batch_of, classify, mlp
+from tests.support.workers.training import batch_of, classify, mlp
 
 
 def stacked(*batches: Any) -> Any:

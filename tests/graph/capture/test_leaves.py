@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from eager_and_captured import SIZES, assert_unchanged, compare, run, state
 from torch import Tensor, nn
 
-import covering
-import models
 from polylane.graph.batch import flatten, take_samples
 from polylane.graph.capture.capture import capture
 from polylane.graph.capture.export import ModelWithLoss
 from polylane.graph.nodes.sample_slice import SampleSlice
+from tests.support import models, subsets
+from tests.support.reference.eager_and_captured import SIZES, assert_unchanged, compare, run, state
 
 
 class Whichever(nn.Module):
@@ -192,7 +191,7 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, LEAVES))
+@pytest.mark.parametrize("name", subsets.one_in(2, LEAVES))
 def test_what_cannot_be_captured_is_a_leaf(name: str) -> None:
     torch.manual_seed(0)
     make, paths, why = LEAVES[name]

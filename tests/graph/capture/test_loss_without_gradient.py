@@ -13,7 +13,7 @@ import polylane
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture
 from polylane.recipe import Mean
-from training import batch_of, classify, mlp, sgd
+from tests.support.workers.training import batch_of, classify, mlp, sgd
 
 BATCH = batch_of(6)
 Loss = Callable[[nn.Module, Any], Any]

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import covering
 from polylane.compile.objectives import Objective
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
 from polylane.samples.running_norms import find_running_norms
 from polylane.verify.verify import verify
-from training import adamw
+from tests.support import subsets
+from tests.support.workers.training import adamw
 
 Forward = Callable[["Normalized", Tensor], Tensor]
 
@@ -141,7 +141,7 @@ def test_statistics_of_instances_move_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", covering.one_in(2, ["pipeline=2,microbatches=4", "data=2,replicas=round-robin,microbatches=4"])
+    "plan", subsets.one_in(2, ["pipeline=2,microbatches=4", "data=2,replicas=round-robin,microbatches=4"])
 )
 def test_trainings_with_checkpointed_norms_are_those_of_one_device(plan: str) -> None:
     """Each microbatch moves the statistics twice, as it does where one device accumulates gradients."""

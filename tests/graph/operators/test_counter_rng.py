@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from eager_and_captured import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import covering
-import models
 from polylane.graph.batch import flatten, split_bounds, take_samples
 from polylane.graph.capture.capture import capture
 from polylane.graph.capture.export import ModelWithLoss
@@ -24,6 +21,8 @@ from polylane.graph.graph import Graph
 from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.counter_rng import keep_mask, normal, random_bits, salt_of, uniform
 from polylane.graph.operators.keyed_random import KEYED, attention, dropout
+from tests.support import models, subsets
+from tests.support.reference.eager_and_captured import run
 
 CPU = torch.device("cpu")
 
@@ -41,7 +40,7 @@ def part_of(start: int, stop: int, total: int, step: int = 3, seed: int = 7) -> 
     other=st.lists(st.integers(1, 4), max_size=3),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=covering.examples(150))
+@settings(deadline=None, max_examples=subsets.examples(150))
 def test_parts_draw_the_numbers_of_the_whole(samples: int, rows: int, other: list[int], data: st.DataObject) -> None:
     """Wherever the batch dimension stands, and with several rows a sample in it."""
     dim = data.draw(st.integers(0, len(other)))
@@ -59,7 +58,7 @@ def test_parts_draw_the_numbers_of_the_whole(samples: int, rows: int, other: lis
 
 
 @given(st.integers(0, 2**63), st.integers(0, 2**40), st.integers(0, 2**62))
-@settings(deadline=None, max_examples=covering.examples(100))
+@settings(deadline=None, max_examples=subsets.examples(100))
 def test_seed_step_and_node_each_change_everything(seed: int, step: int, salt: int) -> None:
     def drawn(seed: int, step: int, salt: int) -> Tensor:
         return random_bits(SampleSlice(64, batch=64, step=step, seed=seed), salt, [64], 0, CPU)
@@ -286,7 +285,7 @@ def each_sample(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return model(batch[0]).square().mean()
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, USES))
+@pytest.mark.parametrize("name", subsets.one_in(2, USES))
 def test_captured_randomness_is_that_of_the_whole_batch(name: str) -> None:
     torch.manual_seed(0)
     model = USES[name]().double()

@@ -8,16 +8,15 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from eager_and_captured import SIZES, assert_unchanged, close, compare, run, state
 from torch import Tensor, nn
 
-import covering
-import models
 from polylane.graph.batch import flatten
 from polylane.graph.capture.capture import capture
 from polylane.graph.capture.export import ModelWithLoss
 from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.samples.mean_loss import splits_exactly
+from tests.support import models, subsets
+from tests.support.reference.eager_and_captured import SIZES, assert_unchanged, close, compare, run, state
 
 
 class Writing(nn.Module):
@@ -149,7 +148,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return out.square().mean() + out.mean() * batch[1].float().mean()
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, [*ALONE, *TOGETHER]))
+@pytest.mark.parametrize("name", subsets.one_in(2, [*ALONE, *TOGETHER]))
 def test_writes_have_a_graph(name: str) -> None:
     model = Writing((ALONE | TOGETHER)[name])
     before = state(model)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.graph.python_state.compiler import describe_left_out, without_compiler
-from training import batch_of, classify, mlp, sgd
+from tests.support.workers.training import batch_of, classify, mlp, sgd
 
 
 def refusing(*_: Any) -> Any:

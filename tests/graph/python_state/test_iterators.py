@@ -17,7 +17,7 @@ from polylane.errors import PolylaneError
 from polylane.graph.python_state.iterators import copy_iterator, digest_parts, find_forward_only
 from polylane.graph.python_state.state import PythonName
 from polylane.graph.python_state.state_snapshots import StateDigests, snapshot_names
-from training import batch_of, classify, mlp, sgd
+from tests.support.workers.training import batch_of, classify, mlp, sgd
 
 LETTERS = list("abcdefgh")
 

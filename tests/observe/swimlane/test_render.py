@@ -16,9 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-import covering
-from counting import calls
-from polylane.inspection.schedule_report import ScheduleShape, draw_schedule, lanes_summary, lanes_timeline
+from polylane.inspection.schedule_report import ScheduleShape, draw_schedule, lanes_summary
 from polylane.observe.swimlane.layout import (
     STYLES,
     build_rows,
@@ -31,11 +29,19 @@ from polylane.observe.swimlane.layout import (
 from polylane.observe.swimlane.render import ansi, html, perfetto, svg, text
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Action, ActionKind
+from tests.support import subsets
+from tests.support.call_counts import calls
 
 RENDERERS = [text, ansi, svg, html, perfetto]
 ROWS = ("main", "thin")
 SVG = "{http://www.w3.org/2000/svg}"
 NASTY = """<script>alert("1")</script> & 'x' ]]> {{data}} \x00"""
+
+
+def lanes_timeline(schedule: str, stages: int, microbatches: int, forward: int = 1, backward: int = 2) -> Timeline:
+    return draw_schedule(
+        ScheduleShape(schedule=schedule, stages=stages, microbatches=microbatches), forward, backward
+    ).timeline
 
 
 def measured(title: str = "measured", value: str = "relu") -> Timeline:
@@ -356,13 +362,13 @@ def test_every_string_is_escaped() -> None:
     json.loads(json.dumps(perfetto(nasty)))
 
 
-@pytest.mark.parametrize("render", covering.one_in(3, RENDERERS, first=2))
+@pytest.mark.parametrize("render", subsets.one_in(3, RENDERERS, first=2))
 def test_drawing_costs_no_more_per_span_however_many_there_are(render: Callable[[Timeline], object]) -> None:
     few, many = (calls(partial(render, large(4, spans))) for spans in (300, 1500))
     assert many < 5 * few
 
 
-@pytest.mark.parametrize("render", covering.one_in(2, [text, ansi, svg, html], first=1))
+@pytest.mark.parametrize("render", subsets.one_in(2, [text, ansi, svg, html], first=1))
 def test_eight_ranks_of_ten_thousand_spans_are_drawn_in_less_than_five_megabytes(
     render: Callable[[Timeline], object],
 ) -> None:

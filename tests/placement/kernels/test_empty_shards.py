@@ -8,22 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import check
 
-import covering
 from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.keyed_random import KEYED
 from polylane.placement.placement import Shard
 from polylane.placement.strategy import Strategy
+from tests.placement.split_checks import check, tensor
+from tests.support import subsets
 
 SDPA = "aten.scaled_dot_product_attention.default"
 degrees = st.integers(2, 4)
-few = settings(max_examples=covering.examples(25), deadline=None)
-
-
-def tensor(*shape: int, seed: int = 0, grad: bool = True) -> torch.Tensor:
-    random = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_(grad)
+few = settings(max_examples=subsets.examples(25), deadline=None)
 
 
 def leaves_somebody_nothing(strategy: Strategy, degree: int) -> bool:
@@ -100,7 +95,7 @@ def test_multinomial() -> None:
         assert kinds(check(KEYED[op], args, degree=4, op=op, part=part), 4) == {"rows"}
 
 
-@pytest.mark.parametrize("op", covering.one_in(2, ["lstm", "gru", "rnn_tanh", "rnn_relu"]))
+@pytest.mark.parametrize("op", subsets.one_in(2, ["lstm", "gru", "rnn_tanh", "rnn_relu"]))
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("batch", [2, 3])

@@ -8,10 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import Ring as Shared
-from split_checks import ThreadAxis, call_for, check, graph_of, on_rank, on_threads, uneven
 
-import covering
 from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.keyed_random import attention as keyed
 from polylane.placement.kernels.block_attention import (
@@ -37,16 +34,14 @@ from polylane.placement.redistribute import local_shard
 from polylane.placement.rewrite import AxisSplit
 from polylane.placement.rules.registry import strategies
 from polylane.placement.strategy import Strategy
+from tests.placement.split_checks import Ring as Shared
+from tests.placement.split_checks import ThreadAxis, call_for, check, graph_of, on_rank, on_threads, tensor, uneven
+from tests.support import subsets
 
 OP = "aten.scaled_dot_product_attention.default"
 sdpa = torch.ops.aten.scaled_dot_product_attention.default
 degrees = st.sampled_from([2, 3])
-few = settings(max_examples=covering.examples(10), deadline=None)
-
-
-def tensor(*shape: int, seed: int = 0, grad: bool = True) -> torch.Tensor:
-    random = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_(grad)
+few = settings(max_examples=subsets.examples(10), deadline=None)
 
 
 def mask_of(kind: str, *shape: int) -> torch.Tensor | None:

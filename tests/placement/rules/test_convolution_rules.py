@@ -9,27 +9,17 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from split_checks import check, even_cuts, join_cuts, on_threads, uneven
 
-import covering
 from polylane.placement.kernels.halo_exchange import HaloExchange
 from polylane.placement.placement import PARTIAL, REPLICATE_PARTIAL_GRAD, Cuts, Shard, repeat_cuts
-from polylane.placement.strategy import Strategy
+from tests.placement.split_checks import check, even_cuts, join_cuts, names_of_cuts, on_threads, tensor, uneven
+from tests.support import subsets
 
 aten = torch.ops.aten
 FORWARD = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
 TRANSPOSED = {1: aten.conv_transpose1d.default, 2: aten.conv_transpose2d.input, 3: aten.conv_transpose3d.input}
 NAMED = {1: aten.conv1d.padding, 2: aten.conv2d.padding, 3: aten.conv3d.padding}
 POSITIONS = {1: ["position"], 2: ["height", "width"], 3: ["depth", "height", "width"]}
-
-
-def tensor(*shape: int, seed: int = 0, grad: bool = True) -> torch.Tensor:
-    random = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_(grad)
-
-
-def names(found: list[Strategy]) -> set[str]:
-    return {s.name for s in found} - {"replicate", "replicate, with partial gradients"}
 
 
 @st.composite
@@ -85,25 +75,25 @@ def verify(call: Callable[..., Any], args: list[Any], c: dict[str, Any]) -> None
     }
     for d, name in enumerate(POSITIONS[c["spatial"]]):
         expected[name] = x.shape[lead + 1 + d] > 1 and out.shape[lead + 1 + d] > 1
-    assert names(found) == {name for name, offered in expected.items() if offered}
+    assert names_of_cuts(found) == {name for name, offered in expected.items() if offered}
 
 
 @given(subjects())
-@settings(max_examples=covering.examples(40), deadline=None)
+@settings(max_examples=subsets.examples(40), deadline=None)
 def test_convolution(c: dict[str, Any]) -> None:
     args = [c["x"], c["weight"], c["bias"], c["stride"], c["padding"], c["dilation"], c["groups"]]
     verify(FORWARD[c["spatial"]], args, c)
 
 
 @given(subjects(transposed=True))
-@settings(max_examples=covering.examples(40), deadline=None)
+@settings(max_examples=subsets.examples(40), deadline=None)
 def test_transposed_convolution(c: dict[str, Any]) -> None:
     args = [c["x"], c["weight"], c["bias"], c["stride"], c["padding"], c["output_padding"], c["groups"], c["dilation"]]
     verify(TRANSPOSED[c["spatial"]], args, c)
 
 
 @given(subjects(), st.sampled_from(["same", "valid"]))
-@settings(max_examples=covering.examples(25), deadline=None)
+@settings(max_examples=subsets.examples(25), deadline=None)
 def test_padding_by_name(c: dict[str, Any], padding: str) -> None:
     stride = [1] * c["spatial"] if padding == "same" else c["stride"]
     verify(
@@ -115,7 +105,7 @@ def test_padding_by_name(c: dict[str, Any], padding: str) -> None:
 def test_the_general_operator(transposed: bool) -> None:
     weight = tensor(4, 3, 3, 3) if transposed else tensor(6, 2, 3, 3)
     args = [tensor(2, 4, 7, 5), weight, tensor(6), [2], [1], [1], transposed, [0], 2]
-    found = names(check(aten.convolution.default, args, degree=3))
+    found = names_of_cuts(check(aten.convolution.default, args, degree=3))
     assert found == {"samples", "filters", "input channels", "groups", "height", "width"}
 
 
@@ -167,7 +157,7 @@ def test_groups_take_the_cuts_of_their_neighbours() -> None:
 
 
 @given(st.integers(1, 9), st.sampled_from([2, 3, 4]), st.data())
-@settings(max_examples=covering.examples(40), deadline=None)
+@settings(max_examples=subsets.examples(40), deadline=None)
 def test_halo(size: int, degree: int, data: st.DataObject) -> None:
     """Whatever each rank wants of a dimension, however that is cut; the way back is the transpose."""
     x = tensor(2, size, 3, grad=False)

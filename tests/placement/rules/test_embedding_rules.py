@@ -8,15 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import check, even_cuts, join_cuts, uneven
 
-import covering
 from polylane.placement.placement import PARTIAL, Shard
 from polylane.placement.rules.vocabulary import lookup
 from polylane.placement.strategy import Strategy
+from tests.placement.split_checks import check, even_cuts, join_cuts, uneven
+from tests.support import subsets
 
 aten = torch.ops.aten
-brief = settings(max_examples=covering.examples(25), deadline=None)
+brief = settings(max_examples=subsets.examples(25), deadline=None)
 degrees = st.sampled_from([2, 3])
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from split_checks import check
 from torch import Tensor
 
 from polylane.placement.placement import Partial, Shard
+from tests.placement.split_checks import check
 
 aten = torch.ops.aten
 

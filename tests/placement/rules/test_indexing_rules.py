@@ -9,24 +9,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import call_for, check, even_cuts, graph_of, join_cuts, uneven
 
-import covering
 from polylane.placement.operator_view import with_neighbour_cuts
 from polylane.placement.placement import PARTIAL, REPLICATE_PARTIAL_GRAD, Cuts, Placement, Shard, scale_cuts
 from polylane.placement.rules.registry import strategies
 from polylane.placement.rules.shape import simplify_cuts
 from polylane.placement.strategy import Strategy
+from tests.placement.split_checks import call_for, check, even_cuts, graph_of, join_cuts, tensor, uneven
+from tests.support import subsets
 
 aten = torch.ops.aten
-few = settings(max_examples=covering.examples(12), deadline=None)
+few = settings(max_examples=subsets.examples(12), deadline=None)
 DEGREES = st.sampled_from([2, 3])
 SIZES = st.integers(1, 5)
-
-
-def tensor(*shape: int, seed: int = 0, grad: bool = True) -> torch.Tensor:
-    random = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_(grad)
 
 
 def positions(high: int, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -209,7 +204,7 @@ def test_stack_and_unbind(shape: list[int], times: int, data: st.DataObject, deg
 
 
 @given(st.integers(2, 9), st.data(), DEGREES)
-@settings(max_examples=covering.examples(30), deadline=None)
+@settings(max_examples=subsets.examples(30), deadline=None)
 def test_slice(size: int, data: st.DataObject, degree: int) -> None:
     end = st.none() | st.integers(-size - 1, size + 1) | st.just(2**63 - 1)
     start, stop, step = data.draw(end), data.draw(end), data.draw(st.integers(1, 3))

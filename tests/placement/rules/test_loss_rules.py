@@ -8,18 +8,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import Ring, ThreadAxis, call_for, check, even_cuts, graph_of, join_cuts, on_threads, uneven
 from torch import Tensor, fx
 
-import covering
 from polylane.placement.placement import PARTIAL, REPLICATE, Shard
 from polylane.placement.rewrite import AxisSplit, rewrite
 from polylane.placement.rules.registry import strategies
 from polylane.placement.rules.vocabulary import ShardedClassLoss
 from polylane.placement.strategy import Strategy
+from tests.placement.split_checks import (
+    Ring,
+    ThreadAxis,
+    call_for,
+    check,
+    cut_inputs,
+    even_cuts,
+    graph_of,
+    join_cuts,
+    large_dims,
+    on_threads,
+    uneven,
+)
+from tests.support import subsets
 
 aten = torch.ops.aten
-brief = settings(max_examples=covering.examples(25), deadline=None)
+brief = settings(max_examples=subsets.examples(25), deadline=None)
 degrees = st.sampled_from([2, 3])
 reductions = st.sampled_from([0, 1, 2])  # none, mean, sum
 MEAN = 1
@@ -43,20 +55,11 @@ def named(found: list[Strategy]) -> dict[str, Strategy]:
     return {s.name: s for s in found}
 
 
-def cut(found: list[Strategy]) -> set[int]:
-    """Dimensions of the first input that are cut."""
-    return {s.inputs[0].dim for s in found if isinstance(s.inputs[0], Shard)}
-
-
-def large(shape: Any) -> set[int]:
-    return {d for d, n in enumerate(shape) if n > 1}
-
-
 # ---- of elements -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")  # torch's own, of broadcasting
-@settings(max_examples=covering.examples(60), deadline=None)
+@settings(max_examples=subsets.examples(60), deadline=None)
 @given(
     st.sampled_from(["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson"]),
     st.lists(st.integers(1, 4), max_size=3),
@@ -76,7 +79,7 @@ def test_elementwise(op: str, shape: list[int], spread: bool, reduction: int, fl
         more = {"kl_div": {"log_target": flag}, "smooth_l1_loss": {"beta": 0.3}, "huber_loss": {"delta": 0.2}}
         found = check(getattr(aten, op).default, [x, y, reduction], more.get(op), degree=degree)
     own_mean = op in ("mse_loss", "smooth_l1_loss", "huber_loss") and reduction == MEAN
-    assert cut(found) == (large(shape) & large(other) if own_mean else large(shape))
+    assert cut_inputs(found) == (large_dims(shape) & large_dims(other) if own_mean else large_dims(shape))
     assert all((s.outputs[0] == PARTIAL) == (reduction > 0) for s in found if isinstance(s.inputs[0], Shard))
 
 
@@ -90,7 +93,7 @@ def test_binary_cross_entropy(shape: list[int], form: int, reduction: int, soft:
     importance = positive(shape[-1], seed=3).detach() if form > 3 else None
     args = [tensor(*shape), target, detached, importance, reduction]
     found = check(aten.binary_cross_entropy_with_logits.default, args, degree=degree)
-    assert cut(found) == cut(probable) == large(shape)
+    assert cut_inputs(found) == cut_inputs(probable) == large_dims(shape)
 
 
 @brief
@@ -101,11 +104,13 @@ def test_ranking(samples: int, features: int, reduction: int, margin: float, deg
     vectors = check(aten.cosine_embedding_loss.default, [*pair, sign, margin, reduction], degree=degree)
     assert ("batch" in named(vectors)) == (samples >= degree)
     scores = [tensor(samples), tensor(samples, seed=1), sign]
-    assert cut(check(aten.margin_ranking_loss.default, [*scores, margin, reduction], degree=degree)) == large([samples])
+    assert cut_inputs(
+        check(aten.margin_ranking_loss.default, [*scores, margin, reduction], degree=degree)
+    ) == large_dims([samples])
     hinge = check(aten.hinge_embedding_loss.default, [scores[0], sign, margin, reduction], degree=degree)
-    assert cut(hinge) == large([samples])
+    assert cut_inputs(hinge) == large_dims([samples])
     triple = [*pair, tensor(samples, features, seed=2), margin, 2.0, 1e-6, margin > 0, reduction]
-    assert cut(check(aten.triplet_margin_loss.default, triple, degree=degree)) == large([samples])
+    assert cut_inputs(check(aten.triplet_margin_loss.default, triple, degree=degree)) == large_dims([samples])
 
 
 @brief
@@ -113,10 +118,12 @@ def test_ranking(samples: int, features: int, reduction: int, margin: float, deg
 def test_margins(samples: int, classes: int, reduction: int, weighted: bool, degree: int) -> None:
     weight = positive(classes, seed=2).detach() if weighted else None
     args = [tensor(samples, classes), integers(classes, samples), 2, 0.7, weight, reduction]
-    assert cut(check(aten.multi_margin_loss.default, args, degree=degree)) == ({0} if samples >= degree else set())
+    assert cut_inputs(check(aten.multi_margin_loss.default, args, degree=degree)) == (
+        {0} if samples >= degree else set()
+    )
     several = integers(classes + 1, samples, classes) - 1
     found = check(aten.multilabel_margin_loss.default, [tensor(samples, classes), several, reduction], degree=degree)
-    assert cut(found) == ({0} if samples >= degree else set())
+    assert cut_inputs(found) == ({0} if samples >= degree else set())
 
 
 @brief
@@ -128,7 +135,7 @@ def test_ctc(samples: int, reduction: int, infinity: bool, numbers: bool, degree
     given_lengths = lengths if numbers else [torch.tensor(each) for each in lengths]
     op = aten.ctc_loss.IntList if numbers else aten.ctc_loss.Tensor
     found = check(op, [scores, targets, *given_lengths, 0, reduction, infinity], degree=degree)
-    assert cut(found) == ({1} if samples >= degree else set())
+    assert cut_inputs(found) == ({1} if samples >= degree else set())
 
 
 # ---- of one of several classes ---------------------------------------------------------------------------------------
@@ -149,17 +156,17 @@ def classified(draw: Any) -> tuple[list[int], Tensor, Tensor | None, int, int]:
 
 def places(shape: list[int]) -> tuple[int, set[int]]:
     """The dimension of the classes, and those that can be cut."""
-    return (0 if len(shape) == 1 else 1), large(shape)
+    return (0 if len(shape) == 1 else 1), large_dims(shape)
 
 
-@settings(max_examples=covering.examples(50), deadline=None)
+@settings(max_examples=subsets.examples(50), deadline=None)
 @given(classified(), st.sampled_from([0.0, 0.0, 0.2]), degrees)
 def test_cross_entropy(case: tuple[list[int], Tensor, Tensor | None, int, int], smoothing: float, degree: int) -> None:
     shape, target, weight, reduction, ignore = case
     args = [tensor(*shape), target, weight, reduction, ignore, smoothing]
     found = check(aten.cross_entropy_loss.default, args, degree=degree)
     dim, every = places(shape)
-    assert cut(found) == every
+    assert cut_inputs(found) == every
     assert dim not in every or named(found)["classes"].outputs == (REPLICATE,)
 
 
@@ -169,11 +176,11 @@ def test_negative_log_likelihood(case: tuple[list[int], Tensor, Tensor | None, i
     shape, target, weight, reduction, ignore = case
     found = check(aten.nll_loss_nd.default, [tensor(*shape), target, weight, reduction, ignore], degree=degree)
     dim, every = places(shape)
-    assert cut(found) == every
+    assert cut_inputs(found) == every
     assert dim not in every or named(found)["classes"].outputs == (PARTIAL,)
     if len(shape) == 4 or len(shape) < 3:
         op = aten.nll_loss2d.default if len(shape) == 4 else aten.nll_loss.default
-        assert cut(check(op, [tensor(*shape), target, weight, reduction, ignore], degree=degree)) == every
+        assert cut_inputs(check(op, [tensor(*shape), target, weight, reduction, ignore], degree=degree)) == every
 
 
 @brief
@@ -188,7 +195,7 @@ def test_cross_entropy_of_probabilities(
     weight = positive(classes, seed=4) if weighted else None
     args = [tensor(*shape), positive(*shape, seed=1), weight, reduction, -100, smoothing]
     found = check(aten.cross_entropy_loss.default, args, degree=degree)
-    assert cut(found) == large(shape)
+    assert cut_inputs(found) == large_dims(shape)
 
 
 @pytest.mark.parametrize("soft", [False, True])

@@ -9,15 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import check, even_cuts, join_cuts, uneven
 
-import covering
 from polylane.placement.placement import PARTIAL, Shard
 from polylane.placement.rules.matmul import parse_equation
 from polylane.placement.strategy import Strategy
+from tests.placement.split_checks import check, cut_outputs, even_cuts, join_cuts, uneven
+from tests.support import subsets
 
 aten = torch.ops.aten
-brief = settings(max_examples=covering.examples(25), deadline=None)
+brief = settings(max_examples=subsets.examples(25), deadline=None)
 degrees = st.sampled_from([2, 3])
 sizes = st.integers(1, 6)
 numbers = st.sampled_from([0.0, 1.0, -0.5, 2.0])
@@ -30,10 +30,6 @@ def tensor(*shape: int, seed: int = 0, grad: bool = True, dtype: torch.dtype = t
 
 def names(found: list[Strategy]) -> set[str]:
     return {s.name for s in found}
-
-
-def cut_outputs(found: list[Strategy]) -> set[int]:
-    return {s.outputs[0].dim for s in found if isinstance(s.outputs[0], Shard)}
 
 
 def cut_alike(found: list[Strategy]) -> int:
@@ -214,7 +210,7 @@ EQUATIONS: dict[str, tuple[list[str], int, int]] = {
 }
 
 
-@settings(max_examples=covering.examples(40), deadline=None)
+@settings(max_examples=subsets.examples(40), deadline=None)
 @given(st.sampled_from(sorted(EQUATIONS)), st.data(), degrees)
 def test_einsum(equation: str, data: st.DataObject, degree: int) -> None:
     operands, outputs, sums = EQUATIONS[equation]

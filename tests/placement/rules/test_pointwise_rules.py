@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import check, join_cuts, uneven
 from torch import Tensor
 
-import covering
 from polylane.placement.placement import PARTIAL, Cuts, Shard, even_cuts
 from polylane.placement.rules.registry import is_pointwise, strategies
 from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
+from tests.placement.split_checks import check, cut_outputs, join_cuts, uneven
+from tests.support import subsets
 
 aten = torch.ops.aten
 
@@ -26,10 +26,6 @@ def numbers(*shape: int, seed: int = 0, grad: bool = True, low: float = 0.1) -> 
 
 def mask(*shape: int) -> Tensor:
     return numbers(*shape, seed=5, grad=False) > 0.6
-
-
-def dims_of(checked: list[Strategy]) -> set[int]:
-    return {s.outputs[0].dim for s in checked if isinstance(s.outputs[0], Shard)}
 
 
 def on_summands(checked: list[Strategy]) -> set[tuple[int, ...]]:
@@ -47,13 +43,13 @@ UNARY = [
 LINEAR = {"clone", "contiguous", "deg2rad", "neg", "negative", "positive"}
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, UNARY))
+@pytest.mark.parametrize("name", subsets.one_in(2, UNARY))
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.sampled_from([2, 3]))
 @settings(max_examples=3, deadline=None)
 def test_unary(name: str, shape: list[int], degree: int) -> None:
     cuts = {("in", 0, d): [uneven(n, degree), ((0, *[n] * degree),)] for d, n in enumerate(shape) if n > 1}
     checked = check(getattr(aten, name).default, [numbers(*shape, low=-0.4)], degree=degree, cuts=cuts)
-    assert dims_of(checked) == {d for d, n in enumerate(shape) if n > 1}
+    assert cut_outputs(checked) == {d for d, n in enumerate(shape) if n > 1}
     assert on_summands(checked) == ({(0,)} if name in LINEAR else set())
 
 
@@ -92,7 +88,7 @@ def broadcast(draw: Any, how_many: int) -> tuple[list[int], list[list[int]]]:
     ],
 )
 @given(broadcast(2), st.booleans(), st.sampled_from([2, 3]))
-@settings(max_examples=covering.examples(6), deadline=None)
+@settings(max_examples=subsets.examples(6), deadline=None)
 def test_binary(name: str, summands: set[Any], shapes: Any, swap: bool, degree: int) -> None:
     shape, (first, second) = shapes
     base, _, overload = name.partition(".")
@@ -102,7 +98,7 @@ def test_binary(name: str, summands: set[Any], shapes: Any, swap: bool, degree: 
     operator = getattr(getattr(aten, base), overload or ("default" if plain else "Tensor"))
     kwargs = {"alpha": 2.5} if base in ("add", "sub", "subtract", "rsub") else {}
     checked = check(operator, [b, a] if swap else [a, b], kwargs, degree=degree)
-    assert dims_of(checked) == {d for d, n in enumerate(shape) if n > 1}
+    assert cut_outputs(checked) == {d for d, n in enumerate(shape) if n > 1}
     assert on_summands(checked) == summands
 
 
@@ -110,7 +106,7 @@ def test_a_rounded_quotient_is_not_linear() -> None:
     args = [numbers(4, 3), numbers(3)]
     for mode in ("floor", "trunc"):
         checked = check(aten.div.Tensor_mode, args, {"rounding_mode": mode})
-        assert dims_of(checked) == {0, 1}
+        assert cut_outputs(checked) == {0, 1}
         assert not on_summands(checked)
     assert on_summands(check(aten.div.Tensor_mode, args, {"rounding_mode": None})) == {(0,)}
 
@@ -135,7 +131,7 @@ def test_a_rounded_quotient_is_not_linear() -> None:
 )
 def test_with_numbers(operator: Any, args: list[Any], summands: set[Any]) -> None:
     checked = check(operator, [numbers(4, 3), *args], degree=3)
-    assert dims_of(checked) == {0, 1}
+    assert cut_outputs(checked) == {0, 1}
     assert on_summands(checked) == summands
 
 
@@ -168,7 +164,7 @@ def test_of_several(operator: Any, args: Any, kwargs: dict[str, Any], summands: 
     grad = operator not in (aten.copy.default, aten.silu_backward.default)  # which have no derivative
     given = [g.detach().requires_grad_(grad and g.requires_grad) if isinstance(g, Tensor) else g for g in given]
     checked = check(operator, given, kwargs, degree=degree)
-    assert dims_of(checked) == {0, 1}
+    assert cut_outputs(checked) == {0, 1}
     assert on_summands(checked) == summands
 
 
@@ -196,7 +192,7 @@ def test_casts(dtype: torch.dtype) -> None:
         (aten.type_as.default, [x, other], {}),
     ):
         checked = check(operator, args, kwargs, tolerance=1e-5)
-        assert dims_of(checked) == {0, 1}
+        assert cut_outputs(checked) == {0, 1}
         assert on_summands(checked) == grad
     alike = check(aten.type_as.default, [x, torch.zeros(4, 3).to(dtype)], tolerance=1e-5)
     assert any(isinstance(p, Shard) for s in alike for p in s.inputs[1:])  # cut along: nothing travels for a type
@@ -205,21 +201,21 @@ def test_casts(dtype: torch.dtype) -> None:
 def test_complex() -> None:
     a, b = numbers(4, 3), numbers(4, 3, seed=1)
     for operator in (aten.complex.default, aten.polar.default):
-        assert dims_of(check(operator, [a, b], degree=3)) == {0, 1}
+        assert cut_outputs(check(operator, [a, b], degree=3)) == {0, 1}
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.booleans(), st.sampled_from([2, 3]))
-@settings(max_examples=covering.examples(10), deadline=None)
+@settings(max_examples=subsets.examples(10), deadline=None)
 def test_prelu(shape: list[int], single: bool, degree: int) -> None:
     slopes = numbers(1 if single or len(shape) == 1 else shape[1], seed=1)
     checked = check(aten.prelu.default, [numbers(*shape, low=-0.5), slopes], degree=degree)
-    assert dims_of(checked) == {d for d, n in enumerate(shape) if n > 1}
+    assert cut_outputs(checked) == {d for d, n in enumerate(shape) if n > 1}
     if len(slopes) > 1:
         assert any(isinstance(s.inputs[1], Shard) for s in checked)
 
 
 @given(st.integers(0, 2), st.integers(1, 4), st.sampled_from([2, 3]))
-@settings(max_examples=covering.examples(15), deadline=None)
+@settings(max_examples=subsets.examples(15), deadline=None)
 def test_glu(dim: int, half: int, degree: int) -> None:
     shape = [3, 2, 4]
     shape[dim] = 2 * half
@@ -227,7 +223,7 @@ def test_glu(dim: int, half: int, degree: int) -> None:
     if half > 1:
         asked = {("in", 0, dim): [join_cuts([uneven(half, degree)] * 2), uneven(2 * half, degree)]}
     checked = check(aten.glu.default, [numbers(*shape), dim - 3], degree=degree, cuts=asked)
-    assert dims_of(checked) == {d for d in range(3) if d != dim or half > 1}
+    assert cut_outputs(checked) == {d for d in range(3) if d != dim or half > 1}
     for strategy in checked:
         out, given = strategy.outputs[0], strategy.inputs[0]
         if isinstance(out, Shard) and out.dim == dim:

@@ -9,24 +9,14 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from split_checks import check, even_cuts, join_cuts, uneven
 
-import covering
 from polylane.placement.placement import PARTIAL, REPLICATE_PARTIAL_GRAD, Cuts, Shard
-from polylane.placement.strategy import Strategy
+from tests.placement.split_checks import check, even_cuts, join_cuts, names_of_cuts, tensor, uneven
+from tests.support import subsets
 
 aten = torch.ops.aten
 POSITIONS = {1: ["position"], 2: ["height", "width"], 3: ["depth", "height", "width"]}
 DEGREES = st.sampled_from([2, 3])
-
-
-def tensor(*shape: int, seed: int = 0, grad: bool = True) -> torch.Tensor:
-    random = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_(grad)
-
-
-def names(found: list[Strategy]) -> set[str]:
-    return {s.name for s in found} - {"replicate", "replicate, with partial gradients"}
 
 
 def verify(call: Callable[..., Any], args: list[Any], degree: int) -> set[str]:
@@ -44,7 +34,7 @@ def verify(call: Callable[..., Any], args: list[Any], degree: int) -> set[str]:
                 cuts[part, 0, dim] = [uneven(n, degree), ((*[0] * degree, n),)]
                 if n % 2 == 0:
                     cuts[part, 0, dim].append(join_cuts([even_cuts(n // 2, degree)] * 2))
-    return names(check(call, args, degree=degree, cuts=cuts))
+    return names_of_cuts(check(call, args, degree=degree, cuts=cuts))
 
 
 @st.composite
@@ -80,7 +70,7 @@ def windows(draw: Any, spatial: int) -> tuple[list[int], list[int], list[int], l
 
 @pytest.mark.parametrize("spatial", [1, 2, 3])
 @given(data=st.data(), degree=DEGREES, ceil=st.booleans())
-@settings(max_examples=covering.examples(8), deadline=None)
+@settings(max_examples=subsets.examples(8), deadline=None)
 def test_max_pool(spatial: int, data: st.DataObject, degree: int, ceil: bool) -> None:
     x, (kernel, stride, padding, dilation) = data.draw(images(spatial)), data.draw(windows(spatial))
     call = {1: aten.max_pool1d, 2: aten.max_pool2d, 3: aten.max_pool3d}[spatial].default
@@ -95,7 +85,7 @@ def test_max_pool(spatial: int, data: st.DataObject, degree: int, ceil: bool) ->
 
 @pytest.mark.parametrize("spatial", [1, 2, 3])
 @given(data=st.data(), degree=DEGREES)
-@settings(max_examples=covering.examples(8), deadline=None)
+@settings(max_examples=subsets.examples(8), deadline=None)
 def test_average_pool(spatial: int, data: st.DataObject, degree: int) -> None:
     x, (kernel, stride, padding, _) = data.draw(images(spatial)), data.draw(windows(spatial))
     call = {1: aten.avg_pool1d, 2: aten.avg_pool2d, 3: aten.avg_pool3d}[spatial].default
@@ -129,7 +119,7 @@ def test_pools_with_indices(shape: tuple[int, ...], degree: int) -> None:
 
 @pytest.mark.parametrize("spatial", [1, 2, 3])
 @given(data=st.data(), degree=DEGREES)
-@settings(max_examples=covering.examples(10), deadline=None)
+@settings(max_examples=subsets.examples(10), deadline=None)
 def test_adaptive_average(spatial: int, data: st.DataObject, degree: int) -> None:
     x = data.draw(images(spatial))
     sizes = [data.draw(st.sampled_from([1, 2, 3, n, 2 * n])) for n in x.shape[-spatial:]]
@@ -153,7 +143,7 @@ def test_a_global_average_gives_summands() -> None:
 @given(
     images(2, batched=True), st.lists(st.integers(-2, 3), min_size=2, max_size=8), st.sampled_from([0, 1.5]), DEGREES
 )
-@settings(max_examples=covering.examples(15), deadline=None)
+@settings(max_examples=subsets.examples(15), deadline=None)
 def test_constant_padding(x: torch.Tensor, amounts: list[int], value: float, degree: int) -> None:
     amounts = amounts[: len(amounts) // 2 * 2]
     by_name = x.shape[0] == 2
@@ -163,10 +153,10 @@ def test_constant_padding(x: torch.Tensor, amounts: list[int], value: float, deg
     assert len(found) == sum(min(n, m) > 1 for n, m in zip(x.shape, out.shape, strict=True)) + (value == 0)
 
 
-@pytest.mark.parametrize("mode", covering.one_in(2, ["reflect", "replicate", "circular"]))
+@pytest.mark.parametrize("mode", subsets.one_in(2, ["reflect", "replicate", "circular"]))
 @pytest.mark.parametrize("spatial", [1, 2, 3])
 @given(data=st.data(), degree=DEGREES)
-@settings(max_examples=covering.examples(6), deadline=None)
+@settings(max_examples=subsets.examples(6), deadline=None)
 def test_padding_from_the_value_itself(mode: str, spatial: int, data: st.DataObject, degree: int) -> None:
     x = data.draw(images(spatial, batched=True if mode == "circular" else None))
     most = {"reflect": -1, "circular": 0, "replicate": 3}[mode]
@@ -190,9 +180,9 @@ INTERPOLATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, INTERPOLATIONS))
+@pytest.mark.parametrize("name", subsets.one_in(2, INTERPOLATIONS))
 @given(data=st.data(), degree=DEGREES, align=st.booleans(), by_factor=st.booleans())
-@settings(max_examples=covering.examples(8), deadline=None)
+@settings(max_examples=subsets.examples(8), deadline=None)
 def test_interpolation(name: str, data: st.DataObject, degree: int, align: bool, by_factor: bool) -> None:
     spatial, nearest = INTERPOLATIONS[name], "nearest" in name
     x = data.draw(images(spatial, most=12, batched=True))
@@ -235,7 +225,7 @@ def test_grid_sampler(degree: int) -> None:
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), DEGREES)
-@settings(max_examples=covering.examples(20), deadline=None)
+@settings(max_examples=subsets.examples(20), deadline=None)
 def test_pixel_shuffle(batch: int, channels: int, height: int, width: int, r: int, degree: int) -> None:
     expected = {"summands"} | {
         name for name, n in (("samples", batch), ("channels", channels), ("height", height), ("width", width)) if n > 1
@@ -256,7 +246,7 @@ def test_folding(lead: tuple[int, ...], degree: int) -> None:
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), DEGREES)
-@settings(max_examples=covering.examples(10), deadline=None)
+@settings(max_examples=subsets.examples(10), deadline=None)
 def test_channel_shuffle(batch: int, groups: int, size: int, degree: int) -> None:
     found = verify(aten.channel_shuffle.default, [tensor(batch, groups * size, 3, 2), groups], degree)
     expected = {"samples": batch, "channels": size, "groups": groups}

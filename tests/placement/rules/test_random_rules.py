@@ -10,15 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import check, join_cuts, uneven
 from torch import Tensor
 
-import covering
 from polylane.graph.nodes.sample_slice import SampleSlice, TensorRegion
 from polylane.graph.operators.counter_rng import random_bits
 from polylane.graph.operators.keyed_random import KEYED
 from polylane.placement.kernels.random_region import RandomInRegion
 from polylane.placement.placement import PARTIAL, Cuts, Shard, even_cuts
+from tests.placement.split_checks import check, join_cuts, uneven
+from tests.support import subsets
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ def ranges(draw: Any, size: int) -> tuple[tuple[int, int], ...]:
 
 
 @given(st.data())
-@settings(max_examples=covering.examples(60), deadline=None)
+@settings(max_examples=subsets.examples(60), deadline=None)
 def test_a_region_draws_its_numbers_of_the_whole(data: st.DataObject) -> None:
     samples = data.draw(st.integers(1, 4))
     rows = data.draw(st.integers(1, 2))
@@ -133,7 +133,7 @@ ATTRIBUTES: dict[str, Callable[[Tensor], tuple[list[Any], dict[str, Any]]]] = {
 _FLOWING = frozenset(op for op in ATTRIBUTES if "dropout" in op or "rrelu" in op)  # a gradient flows through them
 
 
-@pytest.mark.parametrize("op", covering.one_in(2, ATTRIBUTES))
+@pytest.mark.parametrize("op", subsets.one_in(2, ATTRIBUTES))
 @given(st.data())
 @settings(max_examples=4, deadline=None)
 def test_keyed(op: str, data: st.DataObject) -> None:

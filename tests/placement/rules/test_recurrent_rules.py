@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import check, uneven
 
-import covering
 from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.keyed_random import KEYED
 from polylane.graph.operators.packed_recurrent import PackedRecurrent
 from polylane.placement.placement import REPLICATE_PARTIAL_GRAD, Shard
+from tests.placement.split_checks import check, uneven
+from tests.support import subsets
 
 aten = torch.ops.aten
 KINDS = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -45,7 +45,7 @@ def arguments(
     return [x, hx, params, biases, layers, dropout, True, directions == 2, first]
 
 
-@settings(max_examples=covering.examples(15), deadline=None)
+@settings(max_examples=subsets.examples(15), deadline=None)
 @given(
     st.sampled_from(sorted(KINDS)), st.integers(1, 4), st.integers(1, 2), st.integers(1, 2), st.booleans(),
     st.booleans(), st.sampled_from([2, 3]),

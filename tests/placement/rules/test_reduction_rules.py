@@ -9,17 +9,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import Ring, ThreadAxis, check, join_cuts, on_threads, uneven
 from torch import Tensor, fx
 
-import covering
 from polylane.graph.nodes.facts import UnderSetting
 from polylane.placement.kernels.reduction import PowerNorm, ShardedReduction, ShardedSoftmax
 from polylane.placement.operator_view import ViewSizes, make_call
-from polylane.placement.placement import PARTIAL, REPLICATE, Cuts, Replicate, Shard, even_cuts
+from polylane.placement.placement import PARTIAL, REPLICATE, Replicate, Shard, even_cuts
 from polylane.placement.rewrite import AxisSplit, rewrite
 from polylane.placement.rules.registry import strategies
-from polylane.placement.strategy import Strategy
+from tests.placement.split_checks import (
+    Ring,
+    ThreadAxis,
+    check,
+    cut_inputs,
+    large_dims,
+    on_threads,
+    uneven_cuts,
+)
+from tests.support import subsets
 
 aten = torch.ops.aten
 
@@ -27,25 +34,6 @@ aten = torch.ops.aten
 def numbers(shape: list[int], seed: int = 0, grad: bool = True) -> Tensor:
     random = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_(grad)
-
-
-def cuts_of(shape: list[int], degree: int) -> dict[tuple[str, int, int], list[Cuts]]:
-    """Cuts that nobody else would ask for: uneven, with empty parts, and in two segments."""
-    found: dict[tuple[str, int, int], list[Cuts]] = {}
-    for dim, size in enumerate(shape):
-        if size > 1:
-            halves = join_cuts([even_cuts(size // 2, degree), uneven(size - size // 2, degree)])
-            found["in", 0, dim] = [uneven(size, degree), ((0, *[size] * degree),), halves]
-    return found
-
-
-def cut_dims(checked: list[Strategy]) -> set[int]:
-    """Dimensions of the input along which it is cut by some strategy."""
-    return {s.inputs[0].dim for s in checked if isinstance(s.inputs[0], Shard)}
-
-
-def large(shape: list[int]) -> set[int]:
-    return {d for d, n in enumerate(shape) if n > 1}
 
 
 @st.composite
@@ -59,7 +47,7 @@ def reductions(draw: Any) -> tuple[list[int], list[int], bool, int]:
 
 def single(shape: list[int], dims: list[int]) -> tuple[int, set[int]]:
     """The first of the dimensions, and all others that can be cut."""
-    return dims[0], large(shape) - {dims[0] % len(shape)}
+    return dims[0], large_dims(shape) - {dims[0] % len(shape)}
 
 
 # Of several dimensions -----------------------------------------------------------------------------------------------
@@ -67,15 +55,15 @@ def single(shape: list[int], dims: list[int]) -> tuple[int, set[int]]:
 
 @pytest.mark.parametrize("name", ["sum.dim_IntList", "mean.dim", "nansum"])
 @given(reductions())
-@settings(max_examples=covering.examples(8), deadline=None)
+@settings(max_examples=subsets.examples(8), deadline=None)
 def test_additive(name: str, of: tuple[list[int], list[int], bool, int]) -> None:
     shape, dims, keepdim, degree = of
     base, _, overload = name.partition(".")
     operator = getattr(getattr(aten, base), overload or "default")
-    checked = check(operator, [numbers(shape), dims, keepdim], degree=degree, cuts=cuts_of(shape, degree))
-    assert cut_dims(checked) == large(shape)
+    checked = check(operator, [numbers(shape), dims, keepdim], degree=degree, cuts=uneven_cuts(shape, degree))
+    assert cut_inputs(checked) == large_dims(shape)
     partial = {s.inputs[0].dim for s in checked if isinstance(s.inputs[0], Shard) and s.outputs[0] == PARTIAL}
-    assert partial == {d % len(shape) for d in dims} & large(shape)
+    assert partial == {d % len(shape) for d in dims} & large_dims(shape)
     assert any(s.inputs[0] == PARTIAL for s in checked) == (base != "nansum")
 
 
@@ -85,7 +73,7 @@ def test_sums_of_whole_numbers(dtype: torch.dtype) -> None:
     for operator, args in ((aten.sum.default, [x]), (aten.sum.dim_IntList, [x, [1]]), (aten.count_nonzero.default, [x]),
                            (aten.count_nonzero.dim_IntList, [x, [0]])):  # fmt: skip
         checked = check(operator, args, degree=3)
-        assert cut_dims(checked) == {0, 1}
+        assert cut_inputs(checked) == {0, 1}
 
 
 def test_sums_of_everything_in_another_type() -> None:
@@ -93,12 +81,12 @@ def test_sums_of_everything_in_another_type() -> None:
     for operator in (aten.sum.default, aten.mean.default):
         for degree in (2, 3):
             checked = check(operator, [x], {"dtype": torch.float64}, degree=degree, tolerance=1e-6)
-            assert cut_dims(checked) == {0, 1}
+            assert cut_inputs(checked) == {0, 1}
 
 
 @pytest.mark.parametrize("name", ["var", "std", "var_mean", "std_mean"])
 @given(reductions(), st.sampled_from(["correction", "dim"]), st.sampled_from([0, 1, 0.5]))
-@settings(max_examples=covering.examples(8), deadline=None)
+@settings(max_examples=subsets.examples(8), deadline=None)
 def test_variance(name: str, of: tuple[list[int], list[int], bool, int], overload: str, correction: float) -> None:
     shape, dims, keepdim, degree = of
     shape = [n + 1 for n in shape]  # one value has no variance
@@ -107,53 +95,53 @@ def test_variance(name: str, of: tuple[list[int], list[int], bool, int], overloa
     else:
         args, kwargs = [numbers(shape), dims], {"correction": correction, "keepdim": keepdim}
     operator = getattr(getattr(aten, name), overload)
-    checked = check(operator, args, kwargs, degree=degree, cuts=cuts_of(shape, degree))
-    assert cut_dims(checked) == large(shape)
+    checked = check(operator, args, kwargs, degree=degree, cuts=uneven_cuts(shape, degree))
+    assert cut_inputs(checked) == large_dims(shape)
 
 
 def test_deviation_of_equal_values() -> None:
     x = torch.full((3, 4), 2.0, dtype=torch.float64, requires_grad=True)
-    assert cut_dims(check(aten.std.correction, [x, [1]], degree=3)) == {0, 1}
-    assert cut_dims(check(aten.var.default, [numbers([3, 4])], degree=3)) == {0, 1}
+    assert cut_inputs(check(aten.std.correction, [x, [1]], degree=3)) == {0, 1}
+    assert cut_inputs(check(aten.var.default, [numbers([3, 4])], degree=3)) == {0, 1}
 
 
 @pytest.mark.parametrize("order", [0.5, 1.0, 1.5, 2, 3.0])
 @given(reductions())
-@settings(max_examples=covering.examples(5), deadline=None)
+@settings(max_examples=subsets.examples(5), deadline=None)
 def test_norms(order: float, of: tuple[list[int], list[int], bool, int]) -> None:
     shape, dims, keepdim, degree = of
     x = numbers(shape, grad=False)
     x.view(-1)[:1] = 0.0
     x = x.requires_grad_()
     args = [x, order, dims, keepdim]
-    checked = check(aten.linalg_vector_norm.default, args, degree=degree, cuts=cuts_of(shape, degree))
-    assert cut_dims(checked) == large(shape)
-    assert cut_dims(check(aten.norm.ScalarOpt_dim, args, degree=degree)) == large(shape)
-    assert cut_dims(check(aten.norm.Scalar, [x, order], degree=degree)) == large(shape)
+    checked = check(aten.linalg_vector_norm.default, args, degree=degree, cuts=uneven_cuts(shape, degree))
+    assert cut_inputs(checked) == large_dims(shape)
+    assert cut_inputs(check(aten.norm.ScalarOpt_dim, args, degree=degree)) == large_dims(shape)
+    assert cut_inputs(check(aten.norm.Scalar, [x, order], degree=degree)) == large_dims(shape)
 
 
 @pytest.mark.parametrize("order", [0.0, math.inf, -math.inf, -1.0])
 def test_norms_of_other_orders(order: float) -> None:
     x = numbers([3, 4])
-    assert cut_dims(check(aten.linalg_vector_norm.default, [x, order, [1]], degree=2)) == {0}
+    assert cut_inputs(check(aten.linalg_vector_norm.default, [x, order, [1]], degree=2)) == {0}
 
 
 def test_norm_of_nothing_but_zeros() -> None:
     x = torch.zeros(4, 3, dtype=torch.float64, requires_grad=True)
-    assert cut_dims(check(aten.linalg_vector_norm.default, [x, 2, [0]], degree=2)) == {0, 1}
+    assert cut_inputs(check(aten.linalg_vector_norm.default, [x, 2, [0]], degree=2)) == {0, 1}
 
 
 @pytest.mark.parametrize("name", ["amax", "amin", "any.dims", "all.dims"])
 @given(reductions())
-@settings(max_examples=covering.examples(6), deadline=None)
+@settings(max_examples=subsets.examples(6), deadline=None)
 def test_extremes(name: str, of: tuple[list[int], list[int], bool, int]) -> None:
     shape, dims, keepdim, degree = of
     base, _, overload = name.partition(".")
     x = numbers(shape, grad=False).mul(2).round()  # some are equal
     x = x.requires_grad_(base[:1] == "a" and base[1:2] == "m")
     operator = getattr(getattr(aten, base), overload or "default")
-    checked = check(operator, [x, dims, keepdim], degree=degree, cuts=cuts_of(shape, degree))
-    assert cut_dims(checked) == large(shape)
+    checked = check(operator, [x, dims, keepdim], degree=degree, cuts=uneven_cuts(shape, degree))
+    assert cut_inputs(checked) == large_dims(shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.uint8, torch.bool])
@@ -163,18 +151,18 @@ def test_extremes_of_everything(name: str, dtype: torch.dtype) -> None:
     if dtype.is_floating_point and name in ("max", "min"):
         x.requires_grad_()
     operator = getattr(aten, name).default
-    assert cut_dims(check(operator, [x], degree=3)) == {0, 1}
+    assert cut_inputs(check(operator, [x], degree=3)) == {0, 1}
 
 
 @given(reductions(), st.sampled_from([0.0, 1e3, -math.inf]))
-@settings(max_examples=covering.examples(20), deadline=None)
+@settings(max_examples=subsets.examples(20), deadline=None)
 def test_logsumexp(of: tuple[list[int], list[int], bool, int], shift: float) -> None:
     shape, dims, keepdim, degree = of
     x = numbers(shape, grad=False)
     x.view(-1)[:1] += shift
     x = x.requires_grad_()
-    checked = check(aten.logsumexp.default, [x, dims, keepdim], degree=degree, cuts=cuts_of(shape, degree))
-    assert cut_dims(checked) == large(shape)
+    checked = check(aten.logsumexp.default, [x, dims, keepdim], degree=degree, cuts=uneven_cuts(shape, degree))
+    assert cut_inputs(checked) == large_dims(shape)
 
 
 # Along one dimension -------------------------------------------------------------------------------------------------
@@ -193,11 +181,11 @@ def test_others_keep_what_they_reduce(name: str, of: tuple[list[int], list[int],
     operator = getattr(getattr(aten, base), overload or "default")
     x = numbers(shape)
     if base == "aminmax":
-        checked = check(operator, [x], {"dim": dim, "keepdim": keepdim}, degree=degree, cuts=cuts_of(shape, degree))
+        checked = check(operator, [x], {"dim": dim, "keepdim": keepdim}, degree=degree, cuts=uneven_cuts(shape, degree))
     else:
         args: list[Any] = {"kthvalue": [1, dim, keepdim], "nanmean": [[dim], keepdim]}.get(base, [dim, keepdim])
-        checked = check(operator, [x, *args], degree=degree, cuts=cuts_of(shape, degree))
-    assert cut_dims(checked) == others
+        checked = check(operator, [x, *args], degree=degree, cuts=uneven_cuts(shape, degree))
+    assert cut_inputs(checked) == others
 
 
 @pytest.mark.parametrize(
@@ -206,13 +194,13 @@ def test_others_keep_what_they_reduce(name: str, of: tuple[list[int], list[int],
 @pytest.mark.parametrize("keepdim", [False, True])
 def test_norms_keep_what_they_are_over(order: Any, dims: list[int] | None, kept: set[int], keepdim: bool) -> None:
     operator = aten.linalg_norm.ord_str if isinstance(order, str) else aten.linalg_norm.default
-    assert cut_dims(check(operator, [numbers([3, 4, 5]), order, dims, keepdim])) == kept
+    assert cut_inputs(check(operator, [numbers([3, 4, 5]), order, dims, keepdim])) == kept
 
 
 def test_reductions_to_one_position_are_whole() -> None:
     x = numbers([3, 4])
     for operator in (aten.argmax.default, aten.median.default, aten.prod.default):
-        assert not cut_dims(check(operator, [x]))
+        assert not cut_inputs(check(operator, [x]))
 
 
 @pytest.mark.parametrize(
@@ -228,30 +216,32 @@ def test_along(name: str, after: list[Any] | None, of: tuple[list[int], list[int
     shape, dims, _, degree = of
     dim, others = single(shape, dims)
     args: list[Any] = [dim, *after] if after is not None else [1, dim, False]
-    checked = check(getattr(aten, name).default, [numbers(shape), *args], degree=degree, cuts=cuts_of(shape, degree))
-    assert cut_dims(checked) == others
+    checked = check(
+        getattr(aten, name).default, [numbers(shape), *args], degree=degree, cuts=uneven_cuts(shape, degree)
+    )
+    assert cut_inputs(checked) == others
     assert any(s.inputs[0] == PARTIAL for s in checked) == (name == "cumsum")
 
 
 def test_sort_by_name() -> None:
     checked = check(aten.sort.stable, [numbers([3, 4])], {"stable": True, "dim": 0, "descending": True})
-    assert cut_dims(checked) == {1}
-    assert cut_dims(check(aten.msort.default, [numbers([3, 4])])) == {1}
+    assert cut_inputs(checked) == {1}
+    assert cut_inputs(check(aten.msort.default, [numbers([3, 4])])) == {1}
 
 
 @given(st.integers(-3, 2), st.sampled_from([2, 3]))
-@settings(max_examples=covering.examples(6), deadline=None)
+@settings(max_examples=subsets.examples(6), deadline=None)
 def test_cosine_similarity(dim: int, degree: int) -> None:
     a, b = numbers([3, 4, 2]), numbers([1, 4, 1], seed=1)
     checked = check(aten.cosine_similarity.default, [a, b, dim], degree=degree)
-    assert cut_dims(checked) == {0, 1, 2} - {dim % 3}
+    assert cut_inputs(checked) == {0, 1, 2} - {dim % 3}
 
 
 @pytest.mark.parametrize("keepdim", [False, True])
 def test_pairwise_distance(keepdim: bool) -> None:
     a, b = numbers([3, 4, 2]), numbers([4, 2], seed=1)
     checked = check(aten.pairwise_distance.default, [a, b, 2.0, 1e-6, keepdim])
-    assert cut_dims(checked) == {0, 1}
+    assert cut_inputs(checked) == {0, 1}
 
 
 @pytest.mark.parametrize("ends", [0, 1, 2])
@@ -259,7 +249,7 @@ def test_pairwise_distance(keepdim: bool) -> None:
 def test_diff(dim: int, ends: int) -> None:
     more = [numbers([1, 4] if dim == 0 else [3, 1], seed=i) for i in range(ends)]
     checked = check(aten.diff.default, [numbers([3, 4]), 1, dim, *more], degree=3)
-    assert cut_dims(checked) == {1 + dim if dim == 0 else 0}
+    assert cut_inputs(checked) == {1 + dim if dim == 0 else 0}
     assert any(s.inputs[0] == PARTIAL for s in checked)
 
 
@@ -277,7 +267,7 @@ SOFTMAX = {
 
 @pytest.mark.parametrize("name", SOFTMAX)
 @given(reductions(), st.booleans())
-@settings(max_examples=covering.examples(6), deadline=None)
+@settings(max_examples=subsets.examples(6), deadline=None)
 def test_softmax(name: str, of: tuple[list[int], list[int], bool, int], masked: bool) -> None:
     shape, dims, _, degree = of
     dim = dims[0]
@@ -287,9 +277,9 @@ def test_softmax(name: str, of: tuple[list[int], list[int], bool, int], masked: 
         x = x.masked_fill(numbers(shape, seed=9, grad=False) > 0.8, -math.inf)
     checked = check(
         getattr(getattr(aten, base), overload), [x.detach().requires_grad_(), dim, *SOFTMAX[name]],
-        degree=degree, cuts=cuts_of(shape, degree),
+        degree=degree, cuts=uneven_cuts(shape, degree),
     )  # fmt: skip
-    assert cut_dims(checked) == large(shape)
+    assert cut_inputs(checked) == large_dims(shape)
     over = [s for s in checked if s.name.startswith("over")]
     assert all(s.sent > 0 and s.messages == 3 and s.inputs == s.outputs for s in over)
 
@@ -297,8 +287,8 @@ def test_softmax(name: str, of: tuple[list[int], list[int], bool, int], masked: 
 def test_safe_softmax_of_nothing_gives_zeros() -> None:
     x = numbers([3, 5], grad=False)
     x[1] = -math.inf
-    checked = check(aten._safe_softmax.default, [x.requires_grad_(), 1], degree=3, cuts=cuts_of([3, 5], 3))
-    assert cut_dims(checked) == {0, 1}
+    checked = check(aten._safe_softmax.default, [x.requires_grad_(), 1], degree=3, cuts=uneven_cuts([3, 5], 3))
+    assert cut_inputs(checked) == {0, 1}
 
 
 def test_in_a_narrow_type_sums_are_wide() -> None:

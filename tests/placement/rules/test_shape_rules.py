@@ -10,9 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import call_for, check, even_cuts, graph_of, join_cuts, uneven
 
-import covering
 from polylane.placement.placement import (
     PARTIAL,
     REPLICATE,
@@ -27,17 +25,14 @@ from polylane.placement.rewrite import AxisSplit, rewrite
 from polylane.placement.rules.registry import strategies
 from polylane.placement.rules.shape import DimensionBlock, convert_cuts, simplify_cuts
 from polylane.placement.strategy import Strategy
+from tests.placement.split_checks import call_for, check, even_cuts, graph_of, join_cuts, tensor, uneven
+from tests.support import subsets
 
 aten = torch.ops.aten
-few = settings(max_examples=covering.examples(12), deadline=None)
+few = settings(max_examples=subsets.examples(12), deadline=None)
 DEGREES = st.sampled_from([2, 3])
 SIZES = st.integers(1, 5)
 VIEWS = ("view", "reshape", "_unsafe_view")
-
-
-def tensor(*shape: int, seed: int = 0, grad: bool = True) -> torch.Tensor:
-    random = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_(grad)
 
 
 def dims(found: Collection[Strategy]) -> set[tuple[int, int]]:
@@ -101,7 +96,7 @@ def test_three_projections_in_one(b: int, h: int, d: int, degree: int) -> None:
 
 
 @given(st.lists(st.integers(0, 4), max_size=4), st.data())
-@settings(max_examples=covering.examples(40), deadline=None)
+@settings(max_examples=subsets.examples(40), deadline=None)
 def test_any_shapes(shape: list[int], data: st.DataObject) -> None:
     """The same elements in any other shape, with dimensions of 1 anywhere and neighbours that ask for odd cuts."""
     left, other = math.prod(shape), []

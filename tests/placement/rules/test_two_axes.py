@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from split_checks import ThreadAxis, call_for, even_cuts, graph_of, join_cuts, uneven
 from torch import Tensor, fx
-from whole_graphs import on_mesh
 
-import covering
 from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.operators.keyed_random import attention as dropped
 from polylane.graph.operators.sync_batch_norm import batch_norm
@@ -25,6 +22,9 @@ from polylane.placement.rules.registry import composable_operators, strategies
 from polylane.placement.strategy import Strategy
 from polylane.sharding.admissible import axes_collide
 from polylane.sharding.layout import local_part
+from tests.placement.split_checks import ThreadAxis, call_for, even_cuts, graph_of, join_cuts, tensor, uneven
+from tests.placement.whole_graphs import on_mesh
+from tests.support import subsets
 
 aten = torch.ops.aten
 MOST = 8  # combinations of strategies that are tried of one case
@@ -41,11 +41,6 @@ class Case:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def numbers(*shape: int, seed: int = 0, grad: bool = True) -> Tensor:
-    random = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_(grad)
-
-
 def classes(*shape: int, most: int) -> Tensor:
     return torch.randint(most, shape, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -60,13 +55,13 @@ def _losses(random: Random) -> Case:
     base = random.choice(["cross_entropy_loss", "cross_entropy_loss", "nll_loss_nd"])
     soft = base == "cross_entropy_loss" and random.random() < 0.4
     where = [shape[0], *shape[2:]]
-    target = numbers(*shape, seed=3, grad=False).softmax(1) if soft else classes(*where, most=shape[1])
+    target = tensor(*shape, seed=3, grad=False).softmax(1) if soft else classes(*where, most=shape[1])
     if not soft and random.random() < 0.5:
         target[classes(*where, most=3) == 0] = -100
-    weight = random.choice([None, numbers(shape[1], seed=2, grad=False).abs()])
+    weight = random.choice([None, tensor(shape[1], seed=2, grad=False).abs()])
     more = [random.choice([0.0, 0.2])] if base == "cross_entropy_loss" else []
     reduction = random.choice([NONE, MEAN, MEAN, SUM])
-    return Case(base, getattr(aten, base).default, [numbers(*shape), target, weight, reduction, -100, *more])
+    return Case(base, getattr(aten, base).default, [tensor(*shape), target, weight, reduction, -100, *more])
 
 
 def _likelihoods(random: Random) -> Case:
@@ -74,11 +69,11 @@ def _likelihoods(random: Random) -> Case:
     shape = [random.randint(2, 4), random.randint(2, 5), *((2, 3) if many else ())]
     base = "nll_loss2d" if many else "nll_loss"
     target = classes(shape[0], *shape[2:], most=shape[1])
-    return Case(base, getattr(aten, base).default, [numbers(*shape), target, None, random.choice([1, 2]), -100])
+    return Case(base, getattr(aten, base).default, [tensor(*shape), target, None, random.choice([1, 2]), -100])
 
 
 def _reductions(random: Random) -> Case:
-    x = numbers(random.randint(2, 4), random.randint(2, 5), random.randint(2, 3))
+    x = tensor(random.randint(2, 4), random.randint(2, 5), random.randint(2, 3))
     dims, keep = random.choice([[0, 1], [0, 2], [0, 1, 2], [1]]), random.random() < 0.5
     calls: dict[str, tuple[Any, list[Any]]] = {
         "amax": (aten.amax.default, [dims, keep]),
@@ -104,9 +99,9 @@ def _reductions(random: Random) -> Case:
 def _normalizations(random: Random) -> Case:
     shape = [random.randint(2, 4), 2 * random.randint(1, 3), random.randint(2, 5), random.randint(2, 4)]
     behind = shape[random.choice([1, 2, 3]) :]
-    of, per = ([numbers(*s, seed=1), numbers(*s, seed=2)] for s in (behind, shape[1:2]))
-    means = [numbers(shape[1], seed=4, grad=False), numbers(shape[1], seed=5, grad=False).abs() + 0.5]
-    x = numbers(*shape)
+    of, per = ([tensor(*s, seed=1), tensor(*s, seed=2)] for s in (behind, shape[1:2]))
+    means = [tensor(shape[1], seed=4, grad=False), tensor(shape[1], seed=5, grad=False).abs() + 0.5]
+    x = tensor(*shape)
     return random.choice(
         [
             Case("layer_norm", aten.layer_norm.default, [x, behind, *of, 1e-3]),
@@ -123,8 +118,8 @@ def _attention(random: Random) -> Case:
     q = random.randint(2, 7)
     causal = random.random() < 0.5
     k = q if causal else random.randint(2, 7)
-    args = [numbers(2, heads, q, 3), numbers(2, few, k, 3, seed=1), numbers(2, few, k, 2, seed=2)]
-    mask = random.choice([None, numbers(2, heads, q, k, seed=3, grad=False), numbers(q, k, seed=3, grad=False) > -0.8])
+    args = [tensor(2, heads, q, 3), tensor(2, few, k, 3, seed=1), tensor(2, few, k, 2, seed=2)]
+    mask = random.choice([None, tensor(2, heads, q, k, seed=3, grad=False), tensor(q, k, seed=3, grad=False) > -0.8])
     more, options = [None if causal else mask, random.choice([0.0, 0.0, 0.4]), causal], {"enable_gqa": few < heads}
     base = "scaled_dot_product_attention"
     if more[1]:
@@ -134,7 +129,7 @@ def _attention(random: Random) -> Case:
 
 def _convolutions(random: Random) -> Case:
     groups, spatial = random.choice([1, 2]), random.choice([1, 2, 2, 3])
-    x = numbers(2, 2 * groups, *(random.randint(5, 8 if spatial < 3 else 6) for _ in range(spatial)))
+    x = tensor(2, 2 * groups, *(random.randint(5, 8 if spatial < 3 else 6) for _ in range(spatial)))
 
     def each(low: int, high: int) -> list[int]:
         return [random.randint(low, high) for _ in range(spatial)]
@@ -143,12 +138,12 @@ def _convolutions(random: Random) -> Case:
     if random.random() < 0.4:
         base = f"conv_transpose{spatial}d"
         target = getattr(aten, base).default if spatial == 1 else getattr(aten, base).input
-        weight = numbers(2 * groups, 3, *kernel, seed=1)
+        weight = tensor(2 * groups, 3, *kernel, seed=1)
         return Case(
-            base, target, [x, weight, numbers(3 * groups, seed=2), stride, padding, [0] * spatial, groups, dilation]
+            base, target, [x, weight, tensor(3 * groups, seed=2), stride, padding, [0] * spatial, groups, dilation]
         )
-    weight = numbers(3 * groups, 2, *kernel, seed=1)
-    bias = numbers(3 * groups, seed=2)
+    weight = tensor(3 * groups, 2, *kernel, seed=1)
+    bias = tensor(3 * groups, seed=2)
     if random.random() < 0.3:
         args = [x, weight, bias, stride, padding, dilation, False, [0] * spatial, groups]
         if random.random() < 0.5:
@@ -160,7 +155,7 @@ def _convolutions(random: Random) -> Case:
 
 def _pooling(random: Random) -> Case:
     spatial = random.choice([1, 2, 2, 3])
-    x = numbers(2, 3, *(random.randint(4, 9 if spatial < 3 else 5) for _ in range(spatial)))
+    x = tensor(2, 3, *(random.randint(4, 9 if spatial < 3 else 5) for _ in range(spatial)))
     kernel, stride = ([random.randint(low, 3) for _ in range(spatial)] for low in (2, 1))
     base = f"{random.choice(['max', 'avg'])}_pool{spatial}d"
     return Case(base, getattr(aten, base).default, [x, kernel, stride, [random.randint(0, 1) for _ in range(spatial)]])
@@ -185,7 +180,7 @@ class Trial:
         leaves = [a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in case.args]
         value = case.target(*leaves, **case.kwargs)
         self.outs = [value] if isinstance(value, Tensor) else list(value)
-        self.seeds = [numbers(*o.shape, seed=8, grad=False) if o.requires_grad else None for o in self.outs]
+        self.seeds = [tensor(*o.shape, seed=8, grad=False) if o.requires_grad else None for o in self.outs]
         flowing = [(o, s) for o, s in zip(self.outs, self.seeds, strict=True) if s is not None]
         if flowing:
             torch.autograd.backward([o for o, _ in flowing], [s for _, s in flowing])
@@ -266,7 +261,7 @@ def some(random: Random, family: Callable[[Random], Case], degrees: Sequence[int
 
 
 @pytest.mark.parametrize(
-    "seed", covering.one_in(2, [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))])
+    "seed", subsets.one_in(2, [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))])
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_axes(family: Callable[[Random], Case], seed: int) -> None:
@@ -274,7 +269,7 @@ def test_two_axes(family: Callable[[Random], Case], seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", covering.one_in(2, [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
+    "seed", subsets.one_in(2, [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_three_axes(family: Callable[[Random], Case], seed: int) -> None:
@@ -291,7 +286,7 @@ def test_what_is_tried_communicates() -> None:
 
 
 def test_a_rank_with_nothing_skips_what_others_wait_for() -> None:
-    case = Case("max_pool2d", aten.max_pool2d.default, [numbers(2, 3, 6, 4), [3, 3], [1, 1], [1, 1]])
+    case = Case("max_pool2d", aten.max_pool2d.default, [tensor(2, 3, 6, 4), [3, 3], [1, 1], [1, 1]])
     found = strategies(Trial(case, [3]).calls[0])
     high = next(s for s in found if s.name == "height" and s.messages)
     few = [s for s in found if s.name == "samples"]  # two of them over three ranks

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-import covering
 import polylane
-from compiling import compile_training
 from polylane.compile.objectives import Objective, build_objectives
 from polylane.errors import PolylaneError
 from polylane.runtime.data import loader as data
 from polylane.runtime.job import Job
 from polylane.verify.verify import verify
-from training import assert_same, batch_of, classify, mlp, plainly, sgd, trained, workers
+from tests.support import subsets
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import assert_same, batch_of, classify, mlp, plainly, sgd, trained, workers
 
 PLANS = ["data=1", "data=2", "pipeline=2,microbatches=4", "data=2,pipeline=2,microbatches=4", "tensor=2"]
 
@@ -36,7 +36,7 @@ def dataset(samples: int) -> TensorDataset:
 # Refused
 
 
-@pytest.mark.parametrize("plan", covering.one_in(2, PLANS))
+@pytest.mark.parametrize("plan", subsets.one_in(2, PLANS))
 def test_a_single_sample_that_is_left_is_refused_before_the_first_step(plan: str) -> None:
     def work(job: Job) -> tuple[str, bool, int]:
         before = job.state_dict()
@@ -53,7 +53,7 @@ def test_a_single_sample_that_is_left_is_refused_before_the_first_step(plan: str
         assert unchanged and steps == 8
 
 
-@pytest.mark.parametrize("plan", covering.one_in(2, PLANS))
+@pytest.mark.parametrize("plan", subsets.one_in(2, PLANS))
 def test_what_is_only_evaluated_may_be_short(plan: str) -> None:
     def work(job: Job) -> list[float]:
         return [job.evaluate(batch) for batch in job.batches(dataset(9), 8, shuffle=False)]

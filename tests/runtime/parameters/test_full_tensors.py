@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import covering
 import polylane
 from polylane.runtime.job import Job
 from polylane.runtime.parameters import broadcast
-from training import adamw, batch_of, classify, mlp, plainly, sgd, workers
+from tests.support import subsets
+from tests.support.workers.training import adamw, batch_of, classify, mlp, plainly, sgd, workers
 
 PLANS = [
     "data=1",
@@ -27,7 +27,7 @@ def given(job: Job) -> dict[str, Tensor | None]:
     return job.whole_gradients()
 
 
-@pytest.mark.parametrize("plan", covering.one_in(2, PLANS, first=1))
+@pytest.mark.parametrize("plan", subsets.one_in(2, PLANS, first=1))
 def test_every_worker_gets_all_of_them(plan: str) -> None:
     model = mlp(6, 9, 8, 8, 4)
     reference = plainly(model, [batch_of(8)], clip_norm=0.1).gradients
@@ -67,7 +67,7 @@ class Ends(nn.Module):
         return self.last(self.middle(y)) + self.aside(x).detach()
 
 
-@pytest.mark.parametrize("plan", covering.one_in(2, PLANS))
+@pytest.mark.parametrize("plan", subsets.one_in(2, PLANS))
 def test_tied_ones_once_and_none_where_there_is_none(plan: str) -> None:
     torch.manual_seed(0)
     model = Ends().double()

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-import covering
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
-from polylane.runtime.parameters.materialize import materialize, whole_shapes_only
-from training import batch_of, workers
+from polylane.runtime.parameters.materialize import materialize, reset_parameters, whole_shapes_only
+from tests.support import subsets
+from tests.support.workers.training import batch_of, workers
 
 CPU = torch.device("cpu")
 
@@ -71,7 +71,7 @@ def test_a_tensor_that_init_forgets_is_named() -> None:
         materialize(model, lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None, 0, CPU, lambda n, w: w)
 
 
-@pytest.mark.parametrize("plan", covering.one_in(2, ["pipeline=2,microbatches=2", "data=2"], first=1))
+@pytest.mark.parametrize("plan", subsets.one_in(2, ["pipeline=2,microbatches=2", "data=2"], first=1))
 def test_training_begins_and_goes_on_as_on_one_device(plan: str) -> None:
     def model() -> nn.Module:
         with torch.device("meta"):
@@ -105,3 +105,10 @@ def test_a_tied_weight_is_cut_only_once_all_its_places_are_filled() -> None:
     assert model.third.weight is model.second.weight
     assert torch.equal(model.second.weight, whole.second.weight[:4])
     assert torch.equal(model.head.weight, whole.head.weight)
+
+
+def test_modules_of_torch_that_hide_their_initialization_are_initialized() -> None:
+    attention = nn.MultiheadAttention(4, 2)
+    nn.init.zeros_(attention.in_proj_weight)
+    reset_parameters(attention)
+    assert attention.in_proj_weight.any()

@@ -9,16 +9,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import covering
-from compiling import compile_training
-from local_transport import LocalTransport, run_local
 from polylane.compile.objectives import Objective, build_objectives, find_held_names, trainable_names
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.optimizer import GradientClipper, SumOverMesh, build_optimizer
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
-from training import Tied, adamw, assert_same, assert_state, batch_of, classify, mlp, plainly, sgd, trained, workers
+from tests.support import subsets
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.thread_transport import LocalTransport, run_local
+from tests.support.workers.training import (
+    Tied,
+    adamw,
+    assert_same,
+    assert_state,
+    batch_of,
+    classify,
+    mlp,
+    plainly,
+    sgd,
+    trained,
+    workers,
+)
 
 BATCHES = [batch_of(samples, seed) for seed, samples in enumerate((8, 7, 5))]
 CPU = torch.device("cpu")
@@ -71,7 +83,7 @@ def uneven() -> nn.Module:
     return Uneven().double()
 
 
-@pytest.mark.parametrize("name", covering.one_in(3, covering.one_in(2, OPTIMIZERS)))
+@pytest.mark.parametrize("name", subsets.one_in(3, subsets.one_in(2, OPTIMIZERS)))
 def test_any_optimizer(name: str) -> None:
     """On stages of which one may be without parameters, and on replicas; with clipping that binds."""
     tolerance = 1e-5 if name == "Muon" else 1e-9  # Muon orthogonalizes in bfloat16
@@ -229,7 +241,7 @@ def test_every_scheduler_of_torch_is_here() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", covering.one_in(2, ["data=2", "pipeline=2,microbatches=2", "data=2,shard=optimizer"], first=1)
+    "plan", subsets.one_in(2, ["data=2", "pipeline=2,microbatches=2", "data=2,shard=optimizer"], first=1)
 )
 def test_rates_and_weights_of_every_scheduler_are_those_of_a_plain_loop(plan: str) -> None:
     prepared = {

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.graph.python_state.random_generators import generator_states, seeded, states_equal
 from polylane.runtime.job import Job
 from polylane.verify.verify import verify_compiled
-from training import assert_state, batch_of, classify, mlp, plainly, workers
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import assert_state, batch_of, classify, mlp, plainly, workers
 
 BATCHES = [batch_of(samples, seed) for seed, samples in enumerate((8, 7, 5))]
 PIPELINE = "pipeline=2,microbatches=2"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from local_transport import LocalTransport, run_local
 from polylane.graph.partition import Partition
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.shared_buffers import SharedBuffers, stages_of_buffers
-from synthetic import graph
-from training import batch_of, mlp, sgd, workers
+from tests.support.synthetic_graphs import graph
+from tests.support.workers.thread_transport import LocalTransport, run_local
+from tests.support.workers.training import batch_of, mlp, sgd, workers
 
 FIRST = Partition(graph([[], [0], [1]], buffers={"mean": [0], "mask": [0, 2]}), (1, 2))
 LATER = Partition(graph([[], [0], [1]], buffers={"mean": [1], "mask": [1, 2]}), (1, 2))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-import covering
 from polylane.plan.spec import parse
-from training import adamw, batch_of, mlp, workers
+from tests.support import subsets
+from tests.support.workers.training import adamw, batch_of, mlp, workers
 
 MODEL = (6, 128, 128, 4)  # beyond 64 KB: less goes straight to everybody
 PARAMETERS = sum((a + 1) * b for a, b in pairwise(MODEL))
@@ -36,7 +36,7 @@ def test_a_ring_of_all_workers(workers: int) -> None:
     assert sum(sent) == pytest.approx(2 * BYTES * (workers - 1), rel=0.01)
 
 
-@pytest.mark.parametrize("workers", covering.one_in(2, [2, 3]))
+@pytest.mark.parametrize("workers", subsets.one_in(2, [2, 3]))
 @pytest.mark.parametrize("servers", [1, 2])
 def test_parameter_servers(workers: int, servers: int) -> None:
     """Gradients go to the servers and weights come back, once for each worker; at the start weights come once more."""
@@ -104,7 +104,7 @@ FURTHER = [
 ]
 
 
-@pytest.mark.parametrize("plan", covering.one_in(2, covering.except_slow(PLANS, FURTHER)))
+@pytest.mark.parametrize("plan", subsets.one_in(2, subsets.except_slow(PLANS, FURTHER)))
 def test_theory(plan: str) -> None:
     for each in traffic(plan)[: parse(plan).workers]:
         assert each["theory"] > 0

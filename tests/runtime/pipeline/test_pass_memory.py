@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks.memory_laws import MICROBATCHES, SCHEDULES, WORKERS, Held, Subject, gpt, measure
-from benchmarks.memory_plot import draw
 from torch import Tensor, nn
 
-from training import classify
+from benchmarks.memory_laws import MICROBATCHES, SCHEDULES, WORKERS, Held, Subject, gpt, measure
+from benchmarks.memory_plot import draw
+from tests.support.workers.training import classify
 
 WIDTH, SAMPLES, BLOCKS, DEPTH = 16, 64, 4, 4
 

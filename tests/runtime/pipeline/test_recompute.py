@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import models
 from polylane.graph.batch import cast_leaves, flatten
 from polylane.graph.capture.capture import capture
 from polylane.graph.capture.repeatable import NOTHING_DROPPED, DroppedTensors, repeatable_nodes
@@ -20,8 +19,18 @@ from polylane.graph.graph import Graph
 from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.runtime.pipeline.recompute import DroppedTensor
 from polylane.runtime.pipeline.stage_runner import find_failing_node
-from recomputing import SAMPLES, assert_equal, captured, drop, predicted, run_passes, seeded, stage_runner
-from training import classify
+from tests.support import models
+from tests.support.reference.recomputed_stages import (
+    SAMPLES,
+    assert_equal,
+    captured,
+    drop,
+    predicted,
+    run_passes,
+    seeded,
+    stage_runner,
+)
+from tests.support.workers.training import classify
 
 FAST = ("lstm", "moe", "custom_function", "nested", "branching")
 SLOW = tuple(name for name in models.CASES if name not in FAST)

@@ -18,7 +18,7 @@ from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, cut_positions
 from polylane.graph.python_state.module_paths import is_inside
 from polylane.plan.recompute import RecomputeRule
-from recomputing import (
+from tests.support.reference.recomputed_stages import (
     SAMPLES,
     Passes,
     assert_equal,
@@ -30,7 +30,7 @@ from recomputing import (
     stage_runner,
     trace,
 )
-from training import classify
+from tests.support.workers.training import classify
 
 RULES = {
     "vit": [

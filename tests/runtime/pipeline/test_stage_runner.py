@@ -22,7 +22,7 @@ from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_nod
 from polylane.runtime.stage_hooks import StageHooks
 from polylane.runtime.step_result import StepState
 from polylane.schedule.action import Action, ActionKind
-from training import batch_of, classify, mlp, workers
+from tests.support.workers.training import batch_of, classify, mlp, workers
 
 CPU = torch.device("cpu")
 

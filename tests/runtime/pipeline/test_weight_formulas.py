@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
-from halves import pipeline, take_gradients
 from polylane.graph.capture.capture import capture
 from polylane.graph.nodes.sample_slice import SampleSlice
+from tests.support import subsets
+from tests.support.reference.split_backward import pipeline, take_gradients
 
 SAMPLES = 4
 
@@ -99,7 +99,7 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], Tensor, tuple[tuple[int, ...],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("comes_in", covering.one_in(2, [False, True]))
+@pytest.mark.parametrize("comes_in", subsets.one_in(2, [False, True]))
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_weight_gradient_later_is_autograds(name: str, comes_in: bool) -> None:
     """Also on a first stage, whose inputs need no gradient; an operator is never run twice in the second half."""

@@ -8,14 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from eager_and_captured import captured
-from split_checks import on_rank
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from whole_graphs import execute, on_mesh, random_split, run_split, subject
 
-import models
-from halves import Pipeline, interleavings, pipeline, take_gradients
 from polylane.cost.memory.allocation_meter import AllocationMeter, storage_id
 from polylane.graph.batch import cast_leaves, flatten
 from polylane.graph.capture.capture import capture
@@ -25,6 +20,11 @@ from polylane.placement.placement import REPLICATE
 from polylane.runtime.pipeline.defer_weights import defer_weight_gradients
 from polylane.runtime.pipeline.weight_gradients import DEFERRED, DeferredCall, DeferredGradients
 from polylane.sharding.layout import local_part
+from tests.placement.split_checks import on_rank
+from tests.placement.whole_graphs import execute, on_mesh, random_split, run_split, subject
+from tests.support import models
+from tests.support.reference.eager_and_captured import captured
+from tests.support.reference.split_backward import Pipeline, interleavings, pipeline, take_gradients
 
 MICROBATCHES, SAMPLES = 3, 5
 QUICK = ("gpt", "in_place", "separable", "moe")

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
-from training import assert_same, plainly, trained
+from tests.support import subsets
+from tests.support.workers.training import assert_same, plainly, trained
 
 
 def fused(parameters: Any) -> torch.optim.Optimizer:
@@ -36,7 +36,7 @@ BATCHES = [(torch.randn(6, 3, 6, 6, dtype=torch.float64), torch.randint(0, 4, (6
 
 @pytest.mark.parametrize(
     "plan",
-    covering.one_in(
+    subsets.one_in(
         2,
         [
             "data=2",

@@ -10,15 +10,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import covering
+from benchmarks import stragglers
+from benchmarks.stragglers import Straggler, slow_down
 from polylane.auto.parallelize import parallelize
 from polylane.compile.objectives import Objective
 from polylane.compile.sample_shares import compute_shares
 from polylane.errors import PolylaneError
 from polylane.plan.spec import parse
-from polylane.runtime.pipeline import executor as running
 from polylane.verify.verify import verify
-from training import Trained, adamw, assert_same, assert_state, batch_of, classify, mlp, plainly, sgd, trained, workers
+from tests.support import subsets
+from tests.support.workers.training import (
+    Trained,
+    adamw,
+    assert_same,
+    assert_state,
+    batch_of,
+    classify,
+    mlp,
+    plainly,
+    sgd,
+    trained,
+    workers,
+)
 
 
 def mean_of(models: Sequence[nn.Module], weights: Sequence[float]) -> dict[str, Tensor]:
@@ -96,7 +109,7 @@ BATCHES = [batch_of(8, seed=i) for i in range(7)]
 
 
 @pytest.mark.parametrize(
-    "plan", covering.one_in(2, ["data=2", "data=3", "data=2,pipeline=2,microbatches=2", "data=2,tensor=2"])
+    "plan", subsets.one_in(2, ["data=2", "data=3", "data=2,pipeline=2,microbatches=2", "data=2,tensor=2"])
 )
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_local_sgd(plan: str, optimizer: Any) -> None:
@@ -179,7 +192,7 @@ def test_stages_with_as_many_replicas() -> None:
 def test_stragglers_change_no_numbers_and_linger(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred times as long, in every second step: what rank 1 sleeps is 99 times what it worked."""
     slept = list[float]()
-    monkeypatch.setattr(running.time, "sleep", slept.append)
+    monkeypatch.setattr(stragglers.time, "sleep", slept.append)
 
     def work(job: Any) -> tuple[Trained, list[tuple[float, ...]]]:
         losses, seen = [], list[tuple[float, ...]]()
@@ -191,7 +204,8 @@ def test_stragglers_change_no_numbers_and_linger(monkeypatch: pytest.MonkeyPatch
         return Trained(losses, job.state_dict()), seen
 
     expected = simulated(mlp(6, 8, 4), BATCHES[:4], 2, 2)
-    (first, fast), (second, slow) = workers(work, mlp(6, 8, 4), "data=2,every=2,slow=1:100@2")
+    with slow_down({1: Straggler(100, 2)}):
+        (first, fast), (second, slow) = workers(work, mlp(6, 8, 4), "data=2,every=2")
     assert_same(first, expected)
     assert_same(second, expected)
     assert fast == [(), (), (), ()]
@@ -216,7 +230,7 @@ def test_a_batch_that_is_too_short_for_each_replica() -> None:
         trained(normed(), "data=4,every=2", [batch_of(8), batch_of(5)], example=batch_of(8))
 
 
-@pytest.mark.parametrize("words", ["every=2", "shard=parameters,within=2", "servers=2,staleness=1", "slow=1:3"])
+@pytest.mark.parametrize("words", ["every=2", "shard=parameters,within=2", "servers=2,staleness=1"])
 def test_alone_there_is_nobody_to_agree_with(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     expected = plainly(mlp(6, 8, 4), BATCHES[:3])

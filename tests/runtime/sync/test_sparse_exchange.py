@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compiling import compile_training
-from local_transport import LocalTransport, run_local
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture
 from polylane.graph.sparse_gradients import count_exchanged_rows, find_sparse_gradients, gradient_sizes
 from polylane.runtime.job import Job
 from polylane.runtime.sync.sparse_exchange import launch_sparse_sum
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
-from training import assert_state, classify, plainly
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.thread_transport import LocalTransport, run_local
+from tests.support.workers.training import assert_state, classify, plainly
 
 ROWS, WIDTH = 40, 6
 

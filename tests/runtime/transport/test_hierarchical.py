@@ -11,7 +11,6 @@ import time
 import pytest
 import torch
 
-import covering
 from polylane.errors import PeerLost
 from polylane.runtime.transport.hierarchical import (
     HierarchicalConnections,
@@ -22,8 +21,10 @@ from polylane.runtime.transport.hierarchical import (
 )
 from polylane.runtime.transport.shared_memory.hub import MessageHub
 from polylane.runtime.transport.shared_memory.rendezvous import HostRendezvous, connect_hub
-from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
+from tests.support import subsets
 
 torch.set_num_threads(1)
 
@@ -59,7 +60,7 @@ def test_bytes_on_the_wire():
     assert leader.bytes_sent(100, 4) == 4 * 200 + 400 and other.bytes_sent(100, 4) == 400
 
 
-@pytest.mark.parametrize("hosts", covering.one_in(2, [pytest.param(hosts, id=name) for name, hosts in HOSTS.items()]))
+@pytest.mark.parametrize("hosts", subsets.one_in(2, [pytest.param(hosts, id=name) for name, hosts in HOSTS.items()]))
 def test_sums_are_the_plain_sum(hosts: str):
     generator = torch.Generator().manual_seed(3)
     sizes = (1, 3, 1000, 70_001)

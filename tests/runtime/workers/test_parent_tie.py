@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+
+from tests.support.workers.child_processes import is_running
 
 # The command line, which takes long to import.
 WORKER = """
@@ -53,10 +54,3 @@ def test_a_worker_ends_with_its_agent_while_it_imports(is_torchruns: bool) -> No
         finally:
             if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False

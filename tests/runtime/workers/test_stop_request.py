@@ -12,11 +12,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 
-import commands_run
 from polylane.runtime.workers.stop_request import (
     LauncherSignals,
     Stopped,
@@ -24,11 +22,13 @@ from polylane.runtime.workers.stop_request import (
     describe_request,
     restore_signals,
 )
+from tests.support.workers import forked_commands
+from tests.support.workers.child_processes import is_running
 
 # A launcher whose workers do small steps, and save for as long as the first argument says once they are asked to end.
 SCRIPT = """
     import os, sys, time, torch
-    from polylane.runtime.workers.fork import fork_workers
+    from polylane.runtime.workers.team import fork_workers
     from polylane.runtime.workers.stop_request import LauncherSignals, Stopped, StopRequest
 
     saving, grace, waits = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "waits"
@@ -69,7 +69,7 @@ def launched(
     words = [str(saving), str(grace), "waits" if waits else "does not"]
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), *words]
     ignore = None if ignored is None else lambda: signal.signal(ignored, signal.SIG_IGN)
-    process = commands_run.start(command, start_new_session=True, preexec_fn=ignore)
+    process = forked_commands.start(command, start_new_session=True, preexec_fn=ignore)
     assert process.stdout is not None
     try:
         yield process, [int(pid) for pid in process.stdout.readline().split()]
@@ -178,13 +178,6 @@ def test_without_checkpoints_the_end_comes_at_once(number: signal.Signals, code:
         assert not any(is_running(pid) for pid in workers)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
 def test_a_second_request_later_on_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polylane.runtime.workers.stop_request.SAME_REQUEST_SECONDS", 0.0)
     said: list[str] = []
@@ -212,15 +205,14 @@ def test_a_process_that_is_no_worker_is_ended_by_its_own_signal() -> None:
     assert forked.exitcode == -signal.SIGTERM and not stop.is_set() and not said
 
 
-def test_a_request_in_a_file_is_seen_by_processes_that_open_it(tmp_path: Path) -> None:
-    stop = StopRequest(waits_for_save=True)
-    stop.move_to_file(tmp_path / "stop")
-    other = StopRequest.in_file(tmp_path / "stop")
-    assert not other.is_set()
-    process = get_context("fork").Process(target=StopRequest.in_file(tmp_path / "stop").set, args=(signal.SIGUSR1,))
-    process.start()
-    process.join()
-    assert stop.is_set() and other.number == signal.SIGUSR1
+def test_a_worker_that_is_added_after_a_request_gets_it() -> None:
+    reading, writing = os.pipe()
+    stop = StopRequest()
+    stop.set(signal.SIGTERM)
+    stop.add_worker(writing)
+    assert os.read(reading, 8) == bytes([signal.SIGTERM])
+    for descriptor in (reading, writing):
+        os.close(descriptor)
 
 
 def test_polling_is_cheap() -> None:

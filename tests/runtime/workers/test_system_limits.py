@@ -10,8 +10,8 @@ import pytest
 
 from polylane.errors import PolylaneError
 from polylane.runtime.workers.failure import Failure
-from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.system_limits import explain_refusal
+from polylane.runtime.workers.team import fork_workers
 
 
 @pytest.mark.parametrize("refused", [0, 1])

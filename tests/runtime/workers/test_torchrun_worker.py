@@ -12,17 +12,19 @@ from contextlib import contextmanager
 
 import pytest
 
-import commands_run
 from polylane.runtime.workers.stop_request import describe_request
+from tests.support.workers import forked_commands
 
 # The main thread waits for a mutex that it holds: no signal handler of Python's would ever run there.
 SCRIPT = """
     import ctypes, sys, time
+    from polylane.runtime.workers.launch_environment import Launch
     from polylane.runtime.workers.stop_request import StopRequest
     from polylane.runtime.workers.torchrun_worker import TorchrunWorker
 
     stop = StopRequest(waits_for_save=sys.argv[1] == "waits")
-    TorchrunWorker(stop, float(sys.argv[2]), lambda number: "so much is kept").start()
+    signals = TorchrunWorker(Launch(True), stop, float(sys.argv[2]), lambda number: "so much is kept").handled()
+    signals.__enter__()
     print("ready", flush=True)
     if sys.argv[3] == "stuck":
         mutex = ctypes.create_string_buffer(256)
@@ -37,7 +39,7 @@ SCRIPT = """
 @contextmanager
 def worker(*words: str) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    process = commands_run.start([sys.executable, "-c", textwrap.dedent(SCRIPT), *words], env=environment)
+    process = forked_commands.start([sys.executable, "-c", textwrap.dedent(SCRIPT), *words], env=environment)
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield process

@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -13,15 +14,13 @@ import torch
 
 from polylane.runtime.plain_data.serialization import encode
 from polylane.runtime.workers.failure import Failure
-from polylane.runtime.workers.worker_pipe import FAILURE, MESSAGE, RESULT, WorkerPipe
+from polylane.runtime.workers.worker_pipe import FAILURE, MESSAGE, RESULT, WorkerPipe, write_report
 
 
 def bytes_of(*reports: tuple[bytes, bytes]) -> bytes:
-    """What `Connection.send_bytes` writes for reports."""
     reader, writer = multiprocessing.Pipe(duplex=False)
-    for report in reports:
-        for part in report:
-            writer.send_bytes(part)
+    for kind, content in reports:
+        write_report(writer, kind, content)
     writer.close()
     return os.read(reader.fileno(), 1 << 16)
 
@@ -61,11 +60,15 @@ def test_a_report_that_never_ends_is_no_report() -> None:
     assert line.reports.closed and not line.has_ended
 
 
-def test_a_message_beyond_two_gigabytes_has_a_long_length() -> None:
-    line: WorkerPipe[Any] = WorkerPipe(0, None)  # type: ignore[arg-type]
-    line._unread = bytearray(b"\xff\xff\xff\xff" + (5).to_bytes(8, "big") + b"abcde")
-    assert line._find_message(0) == slice(12, 17)
-    del line._unread[-1:]
-    assert line._find_message(0) is None
-    del line._unread[6:]
-    assert line._find_message(0) is None
+def test_a_report_that_is_larger_than_the_pipe_arrives_whole() -> None:
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    line: WorkerPipe[Any] = WorkerPipe(0, reader)
+    values = torch.arange(1 << 20)
+    thread = threading.Thread(target=write_report, args=(writer, RESULT, memoryview(result_of(values))))
+    thread.start()
+    while not line.has_ended:
+        line.read_reports(None)
+    thread.join()
+    assert line.result[0].equal(values)
+    for pipe in (reader, writer):
+        pipe.close()

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from polylane.errors import ActionFailed, PolylaneError
 from polylane.runtime.workers import world as world_module
-from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World, backend_of_device, pick_device
 
 torch.set_num_threads(1)

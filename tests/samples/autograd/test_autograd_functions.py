@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import covering
-import own_functions as own
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture
 from polylane.samples.counts import count_whole_batch
 from polylane.samples.derivation import Derivation, derive_composition
-from training import assert_same, batch_of, classify, mlp, plainly, trained
+from tests.support import autograd_functions as own
+from tests.support import subsets
+from tests.support.workers.training import assert_same, batch_of, classify, mlp, plainly, trained
 
 Apply = Callable[["Around", Tensor], Tensor]
 
@@ -93,14 +93,14 @@ def derived(apply: Apply) -> Derivation:
     return derive_composition(count_whole_batch(graph))
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, PROVEN))
+@pytest.mark.parametrize("name", subsets.one_in(2, PROVEN))
 def test_what_treats_each_sample_by_itself_is_proven_to(name: str) -> None:
     found = derived(PROVEN[name])
     assert found.is_proven
     assert not found.unproven
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, UNPROVEN))
+@pytest.mark.parametrize("name", subsets.one_in(2, UNPROVEN))
 def test_what_looks_at_its_batch_is_not_proven(name: str) -> None:
     found = derived(UNPROVEN[name])
     assert found.culprit is not None
@@ -115,7 +115,7 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "plan"), covering.one_in(2, TRAINED, several=True))
+@pytest.mark.parametrize(("name", "plan"), subsets.one_in(2, TRAINED, several=True))
 def test_what_is_proven_trains_as_on_one_device(name: str, plan: str) -> None:
     made = model(PROVEN[name])
     assert_same(trained(made, plan, BATCHES)[0], plainly(model(PROVEN[name]), BATCHES))
@@ -124,13 +124,13 @@ def test_what_is_proven_trains_as_on_one_device(name: str, plan: str) -> None:
 NOT_RANDOM = [name for name in UNPROVEN if name != "noise in the gradient"]
 
 
-@pytest.mark.parametrize("name", covering.one_in(3, NOT_RANDOM))
+@pytest.mark.parametrize("name", subsets.one_in(3, NOT_RANDOM))
 def test_what_is_not_proven_stays_whole_on_replicas(name: str) -> None:
     made = model(UNPROVEN[name])
     assert_same(trained(made, "data=2", BATCHES)[0], plainly(model(UNPROVEN[name]), BATCHES))
 
 
-@pytest.mark.parametrize("name", covering.one_in(3, UNPROVEN, first=1))
+@pytest.mark.parametrize("name", subsets.one_in(3, UNPROVEN, first=1))
 def test_what_is_not_proven_is_refused_under_microbatches(name: str) -> None:
     with pytest.raises(
         PolylaneError, match=r"function .* runs your own Python, (and nothing shows|in whose backward pass the samples)"
@@ -168,7 +168,7 @@ def loss_of(name: str) -> Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]:
     return lambda model, batch: LOSSES[name](*model(batch[0]))
 
 
-@pytest.mark.parametrize(("name", "plan"), covering.pairs(LOSSES, ["data=2", "pipeline=2,microbatches=3"]))
+@pytest.mark.parametrize(("name", "plan"), subsets.pairs(LOSSES, ["data=2", "pipeline=2,microbatches=3"]))
 def test_a_loss_of_ones_own_is_a_mean(name: str, plan: str) -> None:
     loss = loss_of(name)
     found = derive_composition(capture(Net(), loss, BATCHES[0]))
@@ -197,7 +197,7 @@ CHANGES = (
 )
 
 
-@pytest.mark.parametrize("change", covering.one_in(2, CHANGES))
+@pytest.mark.parametrize("change", subsets.one_in(2, CHANGES))
 def test_nothing_of_the_users_is_touched(change: str) -> None:
     """A trace leaves all as it was, and is no proof where it had changed anything."""
     graph = capture(model(of(own.Remembering, change)), classify, BATCHES[0])

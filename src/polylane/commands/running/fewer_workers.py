@@ -13,9 +13,9 @@ from polylane.commands.requests import TrainRequest
 from polylane.commands.running.resume import read_saved_plan
 from polylane.errors import PolylaneError, clean_sentence, format_plural
 from polylane.plan.fewer_workers import change_replicas, keep_numbers, keeps
-from polylane.plan.fixed_keys import FixedKeys, parse_auto
-from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec, default_microbatches, parse
+from polylane.plan.fixed_keys import parse_auto
+from polylane.plan.plan import AnyPlan, Plan
+from polylane.plan.spec import default_microbatches, parse
 from polylane.probe.machine import local_cluster
 from polylane.runtime.workers.world import World
 
@@ -23,28 +23,29 @@ if TYPE_CHECKING:
     from polylane.compile.training_problem import TrainingProblem
 
 
-def plan_fewer(problem: TrainingProblem, plan: Plan, fewest: int) -> dict[int, Spec | Plan]:
+def plan_fewer(problem: TrainingProblem | None, plan: AnyPlan, fewest: int, samples: int) -> dict[int, AnyPlan]:
     """Return a plan for each number of workers below a plan's; none for those numbers that have no plan.
 
     Args:
-        problem: the training; where a search is needed, its model is measured.
+        problem: the training; where a search is needed, its model is measured. None: nothing is searched.
         plan: the plan that it begins with.
         fewest: the smallest number of workers.
+        samples: number of samples of a batch.
     """
-    plans: dict[int, Spec | Plan] = {}
-    fixed = keep_numbers(plan, plan.microbatches)
+    plans: dict[int, AnyPlan] = {}
+    microbatches = _microbatches_of(plan, None, samples)
     for workers in range(plan.processes - 1, fewest - 1, -1):
-        fewer_replicas = change_replicas(plan, workers, plan.microbatches)
-        if fewer_replicas is not None:
+        if (fewer_replicas := change_replicas(plan, workers, microbatches)) is not None:
             plans[workers] = fewer_replicas
-        elif (best := _search(problem, workers, fixed, plan)) is not None:
+        elif problem is not None and (best := _search(problem, workers, plan, microbatches)) is not None:
             plans[workers] = best
     return plans
 
 
-def _search(problem: TrainingProblem, workers: int, fixed: FixedKeys, plan: Plan) -> Plan | None:
+def _search(problem: TrainingProblem, workers: int, plan: AnyPlan, microbatches: int) -> Plan | None:
     # What is sharded or served changes no numbers, and may have no place among fewer workers.
-    wishes = [fixed, keep_numbers(plan.model_copy(update={"sync": type(plan.sync)()}), plan.microbatches)]
+    spec = parse(plan.spec) if isinstance(plan, Plan) else plan
+    wishes = [keep_numbers(spec, microbatches), keep_numbers(replace(spec, sync=type(plan.sync)()), microbatches)]
     for wish in wishes if plan.sync.is_exact else wishes[:1]:
         try:
             # For the example's samples, which are fewer than the batch where the dataset is smaller.
@@ -55,7 +56,7 @@ def _search(problem: TrainingProblem, workers: int, fixed: FixedKeys, plan: Plan
     return None
 
 
-def describe_fewer(plans: Mapping[int, Spec | Plan], fewest: int, max_workers: int) -> str:
+def describe_fewer(plans: Mapping[int, AnyPlan], fewest: int, max_workers: int) -> str:
     """Describe the plans for fewer workers in one line."""
     missing = [workers for workers in range(max_workers - 1, fewest - 1, -1) if workers not in plans]
     words = [f"with {workers} by {_describe_plan(plan)}" for workers, plan in plans.items()]
@@ -63,7 +64,7 @@ def describe_fewer(plans: Mapping[int, Spec | Plan], fewest: int, max_workers: i
     return f"if workers are lost: {'; '.join(words)}"
 
 
-def _describe_plan(plan: Spec | Plan) -> str:
+def _describe_plan(plan: AnyPlan) -> str:
     if isinstance(plan, Plan):
         return plan.spec
     words = [f"{axis}={n}" for axis in ("data", "pipeline", "sequence", "tensor") if (n := getattr(plan, axis)) > 1]
@@ -73,7 +74,7 @@ def _describe_plan(plan: Spec | Plan) -> str:
 # Under torchrun ------------------------------------------------------------------------------------------------------
 
 
-def plan_for_started(world: World, problem: TrainingProblem, request: TrainRequest) -> Spec | Plan:
+def plan_for_started(world: World, problem: TrainingProblem, request: TrainRequest) -> AnyPlan:
     """Return the plan for as many workers as torchrun has started this time; a collective of all workers.
 
     The plan that is asked for, if it takes so many. Otherwise, where the run goes on from checkpoints or has a range of
@@ -138,11 +139,10 @@ def gather_saved_plan(world: World, request: TrainRequest) -> Plan | None:
     return result[0]
 
 
-def _microbatches_of(plan: Spec | Plan, saved: Plan | None, samples: int) -> int:
-    if plan.microbatches is not None:
-        return plan.microbatches
-    assert isinstance(plan, Spec)
-    return default_microbatches(plan, samples) if saved is None else saved.microbatches
+def _microbatches_of(plan: AnyPlan, saved: Plan | None, samples: int) -> int:
+    if plan.microbatches is None and saved is not None:
+        return saved.microbatches
+    return default_microbatches(plan, samples)
 
 
 def _tell(world: World, sentence: str) -> None:

@@ -1,198 +1,339 @@
-"""Launch: starts the workers of a training, again where one has died, and hands on what rank 0 tells."""
+"""Launch: who compiles and runs a training, by how this process was started; and what rank 0 reports of it.
+
+Without a launcher this process starts workers on this host (:class:`HostTraining`); under torchrun it is one of the
+workers (:class:`JoinedTraining`). Only the first can start workers again from the newest checkpoint:
+
+    --max-restarts 3                  a worker dies, or hangs (--on-hang restart)     all are started again
+    --workers 2:4 (--max-restarts 2)  a worker is lost                                one fewer is started
+                                      a worker raises, or hangs                       all are started again
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import itertools
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, TypeVar
 
-from polylane.commands.progress import display
-from polylane.commands.running.restarts import train_with_restarts
+from polylane.commands.running.finish import describe_kept, end_without_steps
+from polylane.commands.running.reporter import Reporter, watching
+from polylane.commands.running.resume import NothingLeft
 from polylane.commands.running.run_folder import RunFolder
-from polylane.errors import PolylaneError, WorkerFailed, WorkerHung, format_plural
+from polylane.errors import INTERRUPTIONS, PolylaneError, WorkerFailed, WorkerHung, format_plural
 from polylane.output import say_at_once
 from polylane.plan.spec import format_degrees
-from polylane.runtime.workers.stop_request import StopRequest
+from polylane.runtime.workers.launch_environment import Launch
+from polylane.runtime.workers.stop_request import LauncherSignals, Stopped, StopRequest
+from polylane.runtime.workers.torchrun_worker import TorchrunWorker
 
 if TYPE_CHECKING:
-    from polylane.commands.requests import TrainRequest
+    from polylane.commands.requests import FolderRequest, TrainRequest
+    from polylane.commands.running.recipe_training import RecipeTraining
     from polylane.commands.running.step_log import TrainingOutcome
+    from polylane.compile.compiled_training import CompiledTraining
     from polylane.diagnosis.report import HangReport
-    from polylane.plan.plan import Plan
-    from polylane.plan.spec import Spec
-    from polylane.runtime.progress_page import ProgressMemory
+    from polylane.plan.plan import AnyPlan
+    from polylane.runtime.workers.world import World
+
+R = TypeVar("R", bound="FolderRequest")
+T = TypeVar("T")
+
+# Exceptions of an accelerator that has failed: the process lives, but the machine has lost a worker.
+DEVICE_ERRORS = ("AcceleratorError",)
 
 
-class Reporter:
-    """Receiver of rank 0's messages, which writes them into the run's folder and onto the screen."""
+class HostLaunch:
+    """A process that starts workers on this host: its signals, and its end.
 
-    def __init__(self, folder: RunFolder, to_stderr: bool) -> None:
-        self._place = folder
-        self._display = display(to_stderr)
-
-    def __call__(self, rank: int, message: dict[str, Any]) -> None:
-        content = {key: value for key, value in message.items() if key != "kind"}
-        if message["kind"] == "begin":
-            self._place.begin(message["resumed_at"], message["resumed_loss"], message["resumed_own"])
-            self._place.plan(message["plan"])
-            self._display.begin(message)
-        elif message["kind"] == "testing":
-            self._display.testing(message)
-        elif message["kind"] == "warning":
-            say_at_once(message["text"])
-        elif message["kind"] == "audit":
-            self._place.metric({"audit": content})
-        elif message["kind"] == "step":
-            self._place.metric(content)
-            self._display.step(message)
-        else:
-            self._place.metric(content)
-            self._display.epoch(message)
-
-    def pause(self) -> None:
-        """Take the progress off the screen: workers are forked again, and a bar has a thread."""
-        self._display.close()
-
-    def keep_report(self, report: HangReport) -> None:
-        """Keep a report of a hang or a failure in the run's folder."""
-        with suppress(PolylaneError):  # what is reported matters more
-            self._place.why(report)
-
-    def __enter__(self) -> Reporter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._display.close()
-        if error is None:
-            self._place.close()
-        else:
-            with suppress(PolylaneError):  # the exception that ended the run matters more
-                self._place.close()
-
-
-def start_workers(request: TrainRequest, reporter: Reporter, stop: StopRequest) -> TrainingOutcome:
-    """Start workers on this host: forked on the CPU, in new processes where there are accelerators."""
-    from polylane.runtime.workers.out_of_memory import OutOfMemory
-    from polylane.runtime.workers.world import accelerator_type
-
-    if accelerator_type() is not None:
-        spawned = _SpawnedWorkers(request, reporter, stop)
-        return train_with_restarts(request, spawned, stop, reporter.pause, say_at_once)
-    from polylane.inspection.memory_prediction import with_predicted_memory
-
-    forked = _ForkedWorkers(request, reporter, stop)
-    try:
-        return train_with_restarts(request, forked, stop, reporter.pause, say_at_once)
-    except OutOfMemory as error:
-        raise with_predicted_memory(error, forked.prepared, forked.training.problem.samples) from None
-
-
-@contextmanager
-def _watching(
-    pages: Mapping[int, ProgressMemory], request: TrainRequest, reporter: Reporter
-) -> Iterator[Callable[[], None]]:
-    """Context manager: the watch over workers with these pages, to be called while they run; none without pages.
-
-    A failure that it has not found itself is reported to the run's folder, from what the workers have left.
+    Args:
+        request: the options of the command line.
+        folder: folder of the run.
+        stop: the request that the workers poll.
     """
-    from polylane.runtime.progress.watch import HangWatch
 
-    if not pages:
-        yield lambda: None
-        return
-    watch = HangWatch(pages, request.trouble.on_hang, request.trouble.hang_after, reporter.keep_report)
-    try:
-        yield watch.check
-    except WorkerFailed as error:
-        if not isinstance(error, WorkerHung):
-            reporter.keep_report(watch.report_failure(error.rank, str(error).partition("\n")[0]))
-        raise
-    finally:
-        watch.close()
+    def __init__(self, request: FolderRequest, folder: RunFolder, stop: StopRequest) -> None:
+        self._options, self._folder, self._stop = request, folder, stop
+
+    def handle_signals(self) -> AbstractContextManager[None]:
+        """Return a context manager in which signals are this training's."""
+        return LauncherSignals(self._stop, self._options.trouble.grace, say_at_once).handled()
+
+    @contextmanager
+    def explain_end(self) -> Iterator[None]:
+        """Context manager: a signal that ends the run is raised with what there is of it.
+
+        Raises:
+            Stopped: a signal ended the run at once.
+        """
+        try:
+            yield
+        except NothingLeft as nothing_left:  # a good end, without a step
+            end_without_steps(self._folder, nothing_left)
+        except Stopped as stopped:
+            reason = stopped.reason or describe_kept(self._options, self._folder)
+            raise Stopped(stopped.number, reason) from None
+        except KeyboardInterrupt:
+            raise Stopped(signal.SIGINT, describe_kept(self._options, self._folder)) from None
 
 
-class _ForkedWorkers:
-    """Starts workers by forking this process, in which the training is compiled."""
+class HostTraining(HostLaunch):
+    """Starts a training's workers on this host: forked on the CPU, in new processes where there are accelerators.
 
-    def __init__(self, request: TrainRequest, reporter: Reporter, stop: StopRequest) -> None:
-        from polylane.commands.running.fewer_workers import describe_fewer, plan_fewer
-        from polylane.commands.running.recipe_training import load_materials, prepare_once
-        from polylane.runtime.workers.fork import limit_to_one_thread
+    Args:
+        request: the options of the command line.
+        folder: folder of the run.
+        stop: the request that the workers poll.
+    """
 
-        self._reporter, self._stop = reporter, stop
-        limit_to_one_thread()
-        # Before the fork, so that workers share the memory of the data, and a wrong recipe is reported once.
-        self.training = load_materials(request)
+    def __init__(self, request: TrainRequest, folder: RunFolder, stop: StopRequest) -> None:
+        super().__init__(request, folder, stop)
+        self._request = request
+        self._training: RecipeTraining | None = None
+        self._compiled: CompiledTraining | None = None
+        self._fewer: dict[int, AnyPlan] = {}
+
+    def compile(self, request: TrainRequest, reporter: Reporter) -> None:
+        """Compile the training, if its workers will be forked, and plan it for fewer workers, if some may be lost.
+
+        New processes compile for themselves; without a model in this one, plans for fewer workers are not searched.
+
+        Args:
+            request: the options of the command line, with the plan that was chosen.
+            reporter: receives the messages of rank 0, and reports of what went wrong.
+
+        Raises:
+            PolylaneError: the recipe is wrong, or the plan does not fit the model.
+        """
+        from polylane.runtime.workers.team import choose_start_method
+
         assert request.plan is not None and not isinstance(request.plan, str)
-        self.prepared = prepare_once(self.training, request.plan)
-        self._fewer: dict[int, Spec | Plan] = {}
-        max_workers = self.prepared.plan.processes
-        if request.fewest_workers is not None and request.fewest_workers < max_workers:
-            self._fewer = plan_fewer(self.training.problem, self.prepared.plan, request.fewest_workers)
-            say_at_once(describe_fewer(self._fewer, request.fewest_workers, max_workers))
+        self._request, self._options, self._reporter = request, request, reporter
+        self._plan: AnyPlan = request.plan
+        # Asked here and not before: the question imports torch, and may start the accelerator's driver.
+        self._start_method = choose_start_method()
+        if self._start_method == "fork":
+            from polylane.commands.running.recipe_training import load_materials
+            from polylane.runtime.workers.threads import limit_to_one_thread
+
+            limit_to_one_thread()
+            # Before the fork, so that workers share the memory of the data, and a wrong recipe is reported once.
+            self._training = load_materials(self._request)
+            self._take(self._plan)
+        fewest, max_workers = self._request.fewest_workers, self._plan.processes
+        if fewest is not None and fewest < max_workers:
+            from polylane.commands.running.fewer_workers import describe_fewer, plan_fewer
+
+            problem = None if self._training is None else self._training.problem
+            self._fewer = plan_fewer(problem, self._plan, fewest, self._request.batch)
+            if problem is not None:
+                say_at_once(describe_fewer(self._fewer, fewest, max_workers))
+
+    def start(self) -> TrainingOutcome:
+        """Start the workers, as often as is allowed, and return their outcome."""
+        from polylane.inspection.memory_prediction import with_predicted_memory
+        from polylane.runtime.workers.out_of_memory import OutOfMemory
+
+        try:
+            return train_with_restarts(
+                self._request, self.run, self.take_fewer, self._stop, self._reporter.pause, say_at_once
+            )
+        except OutOfMemory as error:
+            if self._training is None or self._compiled is None:  # a worker that compiled has predicted it
+                raise
+            raise with_predicted_memory(error, self._compiled, self._training.problem.samples) from None
 
     def run(self, request: TrainRequest) -> TrainingOutcome:
-        """Fork the workers, watch them, and return their outcome."""
-        from polylane.commands.running.worker import run_forked_worker
+        """Start all workers by the current plan, watch them, and return their outcome."""
+        from polylane.commands.running.worker import run_started_worker
         from polylane.runtime.progress_page import ProgressMemory
-        from polylane.runtime.workers.fork import fork_workers
+        from polylane.runtime.workers.team import start_workers
 
-        processes = self.prepared.plan.processes
-        pages = {rank: ProgressMemory.allocate_for_fork() for rank in range(processes)}
-        worker = partial(run_forked_worker, replace(self.training, request=request), self.prepared, pages)
-        with _watching(pages, request, self._reporter) as watch:
-            return fork_workers(worker, processes, self._reporter, self._stop, watch)[0]
+        # New pages for every start: those of workers that have died say where these were.
+        allocate = ProgressMemory.allocate_for_fork if self._start_method == "fork" else ProgressMemory.allocate
+        pages = {rank: allocate() for rank in range(self._plan.processes)}
+        # A forked worker finds these in its memory; a new process is sent the request alone, and loads the recipe.
+        compiled = None
+        if self._training is not None and self._compiled is not None:
+            compiled = replace(self._training, request=request), self._compiled
+        worker = partial(run_started_worker, replace(request, plan=self._plan), compiled, pages)
+        with watching(pages, request, self._reporter) as watch:
+            return start_workers(
+                worker, len(pages), self._reporter, self._stop, watch, start_method=self._start_method
+            )[0]
 
     def take_fewer(self) -> str:
-        """Compile the training for fewer workers; a plan that the model refuses is passed over."""
-        from polylane.commands.running.recipe_training import prepare_once
-
+        """Take the next plan that has fewer workers, passing over those that the model refuses; return its sentence."""
         while self._fewer:
-            plan = self._fewer.pop(max(self._fewer))
-            with suppress(PolylaneError):
-                self.prepared = prepare_once(self.training, plan)
-                return _describe_fewer_workers(self.prepared.plan)
+            with suppress(PolylaneError):  # the model refuses this plan: the next one has still fewer workers
+                self._take(self._fewer.pop(max(self._fewer)))
+                degrees = ",".join(format_degrees(self._plan.group_meshes))
+                return f"with {format_plural(self._plan.processes, 'worker')}, {degrees}"
         return ""
 
+    def _take(self, plan: AnyPlan) -> None:
+        if self._training is not None:
+            from polylane.commands.running.recipe_training import prepare_once
 
-class _SpawnedWorkers:
-    """Starts workers as new processes, each of which compiles the training."""
-
-    def __init__(self, request: TrainRequest, reporter: Reporter, stop: StopRequest) -> None:
-        assert request.plan is not None and not isinstance(request.plan, str)
-        self._first, self._plan = request.plan, request.plan
-        self._request, self._reporter, self._stop = request, reporter, stop
-
-    def run(self, request: TrainRequest) -> TrainingOutcome:
-        """Start the workers, and return their outcome."""
-        from polylane.commands.running.worker import run_spawned_worker
-        from polylane.runtime.progress_page import ProgressMemory
-        from polylane.runtime.workers.spawn import spawn_workers
-
-        processes, is_seen = self._plan.processes, os.path.isdir("/proc/self/fd")
-        pages = {rank: ProgressMemory.allocate() for rank in range(processes)} if is_seen else {}
-        descriptors = {rank: (page.file, page.stacks) for rank, page in pages.items()}
-        worker = partial(run_spawned_worker, replace(request, plan=self._plan), os.getpid(), descriptors)
-        with _watching(pages, request, self._reporter) as watch:
-            return spawn_workers(worker, processes, self._reporter, self._stop, watch)[0]
-
-    def take_fewer(self) -> str:
-        """Take fewer replicas: this process has no model to search other plans for."""
-        from polylane.plan.fewer_workers import change_replicas
-        from polylane.plan.spec import default_microbatches
-
-        first_plan, fewest = self._first, self._request.fewest_workers or self._plan.processes
-        microbatches = first_plan.microbatches or default_microbatches(cast("Spec", first_plan), self._request.batch)
-        for workers in range(self._plan.processes - 1, fewest - 1, -1):
-            if (plan := change_replicas(first_plan, workers, microbatches)) is not None:
-                self._plan = plan
-                return _describe_fewer_workers(plan)
-        return ""
+            self._compiled = prepare_once(self._training, plan)
+            plan = self._compiled.plan
+        self._plan = plan
 
 
-def _describe_fewer_workers(plan: Spec | Plan) -> str:
-    return f"with {format_plural(plan.processes, 'worker')}, {','.join(format_degrees(plan.group_meshes))}"
+class JoinedTraining:
+    """One of a launcher's workers: it joins the others, compiles and trains with them; rank 0 writes and prints.
+
+    Args:
+        request: the options of the command line.
+        folder: folder of the run, which rank 0 writes into.
+        stop: this worker's stop request.
+        launch: which worker this process is.
+    """
+
+    def __init__(self, request: FolderRequest, folder: RunFolder, stop: StopRequest, launch: Launch) -> None:
+        self._folder, self._stop, self._launch = folder, stop, launch
+
+        def explain_end(number: int) -> str:  # the files may be on another host than a later rank
+            return describe_kept(request, folder) if launch.is_first else ""
+
+        self._signals = TorchrunWorker(launch, stop, request.trouble.grace, explain_end)
+
+    def handle_signals(self) -> AbstractContextManager[None]:
+        """Return a context manager in which signals are this training's."""
+        return self._signals.handled()
+
+    def meet(self, request: FolderRequest, reporter: Reporter, is_script: bool = False) -> World:
+        """Meet the other workers, and be watched; a collective.
+
+        Args:
+            request: the options of the command line.
+            reporter: receives the messages of rank 0, and reports of what went wrong.
+            is_script: whether a script of the user's makes the calls.
+        """
+        import torch
+
+        from polylane.commands.running.worker import ignore
+        from polylane.runtime.progress.host_watch import HostWatch
+        from polylane.runtime.workers.threads import threads_per_worker
+        from polylane.runtime.workers.world import World
+
+        torch.set_num_threads(threads_per_worker(self._launch.local_size))
+
+        def keep(report: HangReport) -> None:
+            if self._launch.is_first:
+                reporter.keep_report(report)
+
+        trouble, local_rank = request.trouble, self._launch.local_rank
+        # Before the process group, whose threads a fork would leave behind with their locks.
+        self._watch = HostWatch.start(local_rank, trouble.on_hang, trouble.hang_after, keep)
+        world = self._watch.attach(replace(World.join(), stop=self._stop), is_script)
+        if world.store is not None:  # from now on a worker that dies is named
+            self._signals.meet_peers(world.store, world.size)
+        self._tell = partial(reporter, 0) if self._launch.is_first else ignore
+        return world
+
+    def compile(self, request: TrainRequest, reporter: Reporter) -> None:
+        """Meet the other workers, load the recipe's model and data, and compile the training; a collective.
+
+        Args:
+            request: the options of the command line, with what was chosen since.
+            reporter: receives the messages of rank 0, and reports of what went wrong.
+        """
+        world = self.meet(request, reporter)
+        from polylane.commands.running.worker import compile_together
+
+        self._worker = compile_together(request, world)
+
+    def start(self) -> TrainingOutcome:
+        """Train, and return the outcome; a collective."""
+        outcome = self._worker.train(self._tell)
+        self._watch.end()
+        return outcome
+
+    @contextmanager
+    def explain_end(self) -> Iterator[None]:
+        """Context manager: say why this worker ends, or which other one it has lost; raises what the others do not."""
+        from polylane.runtime.workers.failure import Failure
+        from polylane.runtime.workers.team import ECHO_GRACE_SECONDS
+
+        try:
+            yield
+            self._signals.mark_reported()
+        except NothingLeft as nothing_left:
+            self._signals.mark_reported()
+            if self._launch.is_first:
+                end_without_steps(self._folder, nothing_left)
+        except PolylaneError:
+            self._signals.mark_reported()
+            raise
+        except INTERRUPTIONS:  # said by who receives the signal
+            raise
+        except BaseException as error:
+            failure = Failure.of_exception(self._launch.rank, error)
+            # torchrun ends all workers as soon as one ends: an echo waits, so that who has the cause can print it.
+            if failure.is_echo:
+                self._signals.name_lost_peer(ECHO_GRACE_SECONDS, " ".join(failure.error_message.split())[:200])
+                time.sleep(ECHO_GRACE_SECONDS)
+                sys.exit(1)
+            self._signals.mark_reported()
+            exception = failure.to_exception()
+            if isinstance(exception, PolylaneError):
+                raise exception from None
+            say_at_once(str(exception))
+            sys.exit(1)
+
+
+def train_with_restarts(
+    request: R,
+    run: Callable[[R], T],
+    take_fewer: Callable[[], str],
+    stop: StopRequest,
+    pause: Callable[[], None],
+    warn: Callable[[str], None],
+) -> T:
+    """Train, and start the workers again from the newest checkpoint when one has died, as often as was asked for.
+
+    Args:
+        request: the options of the command line, with the checkpoint to go on from.
+        run: starts all workers by the current plan, and returns their outcome.
+        take_fewer: takes the next plan that has fewer workers, and returns a sentence on it; empty where there is none.
+        stop: a run that was asked to end is not started again.
+        pause: called before workers are started again.
+        warn: called with a sentence about each restart.
+
+    Raises:
+        WorkerFailed: a worker died once more than workers are started again.
+    """
+    from polylane.checkpoint.store import CheckpointStore
+    from polylane.commands.running.resume import find_whole
+
+    for restart in itertools.count(1):
+        try:
+            return run(request)
+        except WorkerFailed as error:
+            may = not isinstance(error, WorkerHung) or request.trouble.on_hang == "restart"
+            if restart > request.saving.max_restarts or stop.is_set() or not may:
+                raise
+            assert request.checkpoints is not None
+            pause()
+            store = CheckpointStore(request.checkpoints)
+            store.remove_leftovers()  # of the one that was being written
+            newest = find_whole(store, warn)
+            request = replace(request, resume_from=newest or request.resume_from)
+            origin = "from the beginning" if request.resume_from is None else f"from {request.resume_from}"
+            fewer = take_fewer() if is_lost(error) else ""
+            words = f"restart {restart} of {request.saving.max_restarts}, {origin}{fewer and f', {fewer}'}"
+            warn(f"{str(error).splitlines()[0]}; {words}")
+    raise AssertionError("the restarts do not end")
+
+
+def is_lost(error: WorkerFailed) -> bool:
+    """Return whether a worker is lost, as with its machine: it was killed, or its accelerator failed.
+
+    One that raised, or that hung and was ended for it, can be started again.
+    """
+    return not isinstance(error, WorkerHung) and (not error.traceback or error.error_type in DEVICE_ERRORS)

@@ -15,14 +15,14 @@ from polylane.compile.compiled_training import CompiledTraining, compile_trainin
 from polylane.compile.sample_shares import Batch
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError, format_plural
-from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec
+from polylane.plan.plan import AnyPlan, Plan
 from polylane.recipe import Recipe
 from polylane.runtime.data import loader as data
 from polylane.runtime.job import Job
 from polylane.runtime.workers.world import World
 from polylane.verify.audit.audit_start import AuditStart, start_auditor
 from polylane.verify.audit.auditor_process import AuditedTraining
+from polylane.verify.audit.device_rounding import DeviceRounding
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class RecipeTraining:
         return start_auditor(self.request.audit, prepared, world, example=example, rebuild=rebuild, **options)
 
 
-def _load_audited(request: TrainRequest, plan: Plan, tolerance: float) -> AuditedTraining:
+def _load_audited(request: TrainRequest, plan: Plan, rounding: DeviceRounding) -> AuditedTraining:
     """Load the training in a new process that replays its steps.
 
     Its weights may have been drawn on another device: they are not held against those with which step 1 begins.
@@ -93,7 +93,7 @@ def _load_audited(request: TrainRequest, plan: Plan, tolerance: float) -> Audite
     training = load_materials(request)
     prepared = compile_training(training.problem, plan)
     read, example = _WholeBatches(training).read, training.problem.example
-    return AuditedTraining(prepared, example, request.clip_norm, request.seed, tolerance, read)
+    return AuditedTraining(prepared, example, request.clip_norm, request.seed, rounding, read)
 
 
 class _WholeBatches:
@@ -167,14 +167,14 @@ def _shapes(problem: TrainingProblem) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in (*problem.parameters, *buffers, *parameters)}
 
 
-def prepare_once(training: RecipeTraining, plan: Spec | Plan) -> CompiledTraining:
+def prepare_once(training: RecipeTraining, plan: AnyPlan) -> CompiledTraining:
     """Compile the training in the parent process, for workers that are forked from it.
 
     Raises:
         PolylaneError: the plan does not fit the model, or the last batch is too short for it.
     """
 
-    def compile_for(plan: Spec | Plan) -> CompiledTraining:
+    def compile_for(plan: AnyPlan) -> CompiledTraining:
         # The evaluation graph is compiled here as well, once for all workers.
         return compile_training(training.problem, plan, evaluation=training.test is not None)
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from polylane.errors import PolylaneError, clean_sentence, format_plural
 
 if TYPE_CHECKING:
     from polylane.checkpoint.store import CheckpointStore
-    from polylane.commands.requests import TrainRequest
-    from polylane.plan.plan import Plan
-    from polylane.plan.spec import Spec
+    from polylane.commands.requests import FolderRequest, TrainRequest
+    from polylane.plan.plan import AnyPlan, Plan
     from polylane.runtime.checkpoint.save import Position
+
+R = TypeVar("R", bound="FolderRequest")
 
 FOLDER = "checkpoints"  # in a run's folder
 
@@ -38,9 +39,7 @@ class NothingLeft(PolylaneError):
         )
 
 
-def prepare_checkpoints(
-    request: TrainRequest, run_folder: Path, warn: Callable[[str], None], continues: bool = False
-) -> TrainRequest:
+def prepare_checkpoints(request: R, run_folder: Path, warn: Callable[[str], None], continues: bool = False) -> R:
     """Return a request with the checkpoint to go on from, and the plan of that where it is the one asked for.
 
     Args:
@@ -121,7 +120,7 @@ def _refuse_to_mix(own: CheckpointStore, folder: Path, run_folder: Path) -> None
         )
 
 
-def resume_from(request: TrainRequest, folder: Path) -> TrainRequest:
+def resume_from(request: R, folder: Path) -> R:
     """Return a request that goes on from a checkpoint.
 
     Stages are cut by measured times, which differ from one start to the next. Where the plan that is asked for is the
@@ -145,7 +144,7 @@ def read_saved_plan(folder: Path) -> Plan:
     return parse_plan(read_manifest(folder).plan, "of the checkpoint")
 
 
-def _take_over_plan(plan: str | Spec | Plan | None, saved: Plan) -> str | Spec | Plan | None:
+def _take_over_plan(plan: str | AnyPlan | None, saved: Plan) -> str | AnyPlan | None:
     from polylane.plan.spec import Spec, parse
 
     if not isinstance(plan, Spec):

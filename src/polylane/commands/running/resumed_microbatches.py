@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.errors import PolylaneError
-from polylane.plan.plan import Plan
+from polylane.plan.plan import AnyPlan, Plan
 from polylane.plan.spec import Spec
 from polylane.samples.split_dependence import depends_on_split
 
@@ -22,7 +22,7 @@ _REASON = "statistics of the batch, or random numbers that do not go by samples,
 
 def keep_microbatches(
     prepared: CompiledTraining,
-    plan: Spec | Plan,
+    plan: AnyPlan,
     saved: Plan,
     compile_again: Callable[[Spec], CompiledTraining],
     warn: Callable[[str], None] = warnings.warn,

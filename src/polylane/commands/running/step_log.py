@@ -9,12 +9,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from polylane.observe.timeline import Timeline
 from polylane.runtime.job import Job
 from polylane.runtime.plain_data.serialization import serializable
-from polylane.runtime.step_result import StepResult
 from polylane.verify.audit.audit_report import AuditReport
 
 Tell = Callable[[dict[str, Any]], None]
@@ -97,6 +96,21 @@ class EpochLosses:
     stopped: tuple[int, int] | None
 
 
+class LoggedStep(Protocol):
+    """What a log takes of a step: a :class:`.StepResult`, or what several of them make up."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def sums(self) -> tuple[float, float]: ...
+    @property
+    def timeline(self) -> Timeline: ...
+
+
 class StepLog:
     """Log of the steps so far.
 
@@ -112,7 +126,7 @@ class StepLog:
         self._tell = tell
         self._slack = slack
         self._waiting: deque[Callable[[], None]] = deque()
-        self._late: deque[tuple[float, StepResult]] = deque(maxlen=LATE_STEPS)
+        self._late: deque[tuple[float, LoggedStep]] = deque(maxlen=LATE_STEPS)
         self._full = 0  # samples of a full batch
         self._first: tuple[int, float] = (0, 0.0)  # samples and seconds of the first step
         self.launched = self.samples = 0
@@ -157,12 +171,14 @@ class StepLog:
         self._sum, self._count, self._epoch_seconds = self._resumed_epoch
         self._resumed_epoch = (0.0, 0.0, 0.0)
 
-    def add(self, result: StepResult, epoch: int, learning_rate: float | None, staleness: int | None = None) -> None:
+    def add(
+        self, result: LoggedStep, epoch: int | None, learning_rate: float | None, staleness: int | None = None
+    ) -> None:
         """Add a finished step, and send the message about an earlier one.
 
         Args:
             result: the step's samples, its loss (still being summed) and its timeline.
-            epoch: number of the epoch, from 1.
+            epoch: number of the epoch, from 1; None where nobody counts them.
             learning_rate: of the optimizer's first group; None where it has none.
             staleness: of the step's gradients; None without asynchronous servers.
         """
@@ -186,7 +202,7 @@ class StepLog:
         message = {
             "kind": "step",
             "step": self.launched,
-            "epoch": epoch,
+            **({} if epoch is None else {"epoch": epoch}),
             "loss": math.nan,  # until it is read
             "samples": result.samples,
             "seconds": seconds,
@@ -216,7 +232,7 @@ class StepLog:
             self.seconds = max(epoch.seconds for epoch in epochs)
             self.stopped = min((epoch.stopped for epoch in epochs if epoch.stopped is not None), default=None)
 
-    def _read_loss(self, result: StepResult, message: dict[str, Any]) -> None:
+    def _read_loss(self, result: LoggedStep, message: dict[str, Any]) -> None:
         """Read the loss of a step, and send the message about it."""
         total, count = result.sums
         if math.isnan(count):  # a dedicated server has no loss
@@ -225,7 +241,7 @@ class StepLog:
         self._sum += total
         self._count += count
         if self.stopped is None and not math.isfinite(self.loss):
-            self.stopped, self.bad_loss = (message["step"], message["epoch"]), self.loss
+            self.stopped, self.bad_loss = (message["step"], message.get("epoch", 0)), self.loss
         self._tell(message)
 
     def epoch_means(self) -> dict[str, float]:
@@ -264,7 +280,7 @@ def _to_json(number: float) -> float | str:
     return number if math.isfinite(number) else str(number)
 
 
-def _representative(late: Sequence[tuple[float, StepResult]]) -> Timeline:
+def _representative(late: Sequence[tuple[float, LoggedStep]]) -> Timeline:
     # The low median is one of the durations, so that there is a step with it.
     median = statistics.median_low(seconds for seconds, _ in late)
     result = next(result for seconds, result in late if seconds == median)

@@ -18,7 +18,6 @@ from polylane.commands import user_inputs as inputs
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.recipe_training import RecipeTraining
 from polylane.commands.running.resume import NothingLeft, check_same_run, describe_run, refuse_if_done
-from polylane.commands.running.run_control import RunControl, parse_interval
 from polylane.commands.running.start_message import begin_message
 from polylane.commands.running.step_log import StepLog, Tell, TrainingOutcome, last_steps
 from polylane.compile.compiled_training import CompiledTraining
@@ -28,6 +27,7 @@ from polylane.errors import AuditFailed, NotFinite, PolylaneError, format_plural
 from polylane.plan.plan import Plan
 from polylane.plan.plan_file import parse_plan
 from polylane.runtime.checkpoint.load import LoadedCheckpoint
+from polylane.runtime.checkpoint.run_control import RunControl, parse_interval
 from polylane.runtime.checkpoint.save import Position
 from polylane.runtime.job import Job
 from polylane.runtime.pipeline.anomalies import AnomalyDetector, NonFiniteValue, earliest_fault

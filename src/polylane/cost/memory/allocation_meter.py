@@ -10,6 +10,8 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from polylane.graph.nodes.memory import storage_id
+
 
 class AllocationMeter(TorchDispatchMode):
     """Dispatch mode that counts every storage that an operator of this thread allocates, until it is freed.
@@ -73,8 +75,3 @@ class AllocationMeter(TorchDispatchMode):
         self.current_bytes += size
         self._count += size > 0
         self.peak_bytes, self.peak_pieces = max(self.peak_bytes, self.current_bytes), max(self.peak_pieces, self._count)
-
-
-def storage_id(tensor: Tensor) -> int:
-    """Return an id of a tensor's storage, unique as long as the storage is alive."""
-    return int(tensor.untyped_storage()._cdata)

@@ -297,7 +297,7 @@ class LiveRanges:
         return workspace
 
     def _touched_by(self, saved: SavedByOperator) -> list[int]:
-        """Return the pieces of memory in which an operator's inputs and outputs lie."""
+        """Return the pieces of memory that an operator's inputs and outputs occupy."""
         keys = (key for key in (*saved.output_keys, *saved.input_keys) if key in self._keeping.storage_of)
         return [piece for piece in map(self._memory_piece, keys) if piece is not None]
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from polylane.cost.memory.allocation_meter import AllocationMeter, storage_id
+from polylane.cost.memory.allocation_meter import AllocationMeter
+from polylane.graph.nodes.memory import storage_id
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ GAP = 1e-4
 
 
 class BudgetTooSmall(PolylaneError):
-    """A budget that nothing meets.
+    """A budget that no choice of dropped tensors fits.
 
     Attributes:
         least_bytes: bytes of the least budget that would do.
@@ -199,7 +199,7 @@ def dropped_on_stages(
         scale: factor of budgets, where elements are wider than in the training that they were said for.
 
     Raises:
-        PolylaneError: a budget that nothing meets; with the least that would do.
+        PolylaneError: no choice of dropped tensors fits the budget; it names the least one that would do.
     """
     saved_values = dict[int, SavedValues]()
     for tensors in keeping:
@@ -239,7 +239,7 @@ def drop_on_stage(
         scale: factor of budgets, where elements are wider than in the training that they were said for.
 
     Raises:
-        PolylaneError: a budget that nothing meets; with the least that would do.
+        PolylaneError: no choice of dropped tensors fits the budget; it names the least one that would do.
     """
     nodes = {node.name for node in partition.nodes(stage)}
     leaving = {crossing.value for crossing in partition.crossings if crossing.producer == stage}

@@ -80,7 +80,7 @@ class SavedValues:
 
     @cached_property
     def views(self) -> dict[Key, list[str]]:
-        """Names of the nodes whose results lie in each value's memory, its maker among them."""
+        """Names of the nodes whose results share each value's memory, the node that makes it among them."""
         view_names = defaultdict[Key, list[str]](list)
         for name, keys in self.values_of.items():
             for key in keys:

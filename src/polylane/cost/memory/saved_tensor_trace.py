@@ -29,7 +29,7 @@ MOST_REAL = 64 << 20
 
 # Trials of torch's own operators, by all that they depend on: those of one trace serve all later ones of the process.
 _shared_trials: dict[Any, OperatorTrial] = {}
-_MOST_SHARED = 1 << 14
+_MOST_SHARED = 1 << 14  # beyond it none is added: a process that plans many models must not grow forever
 
 _Way = tuple[AbstractContextManager[Any], Callable[[TensorForm], Tensor]]
 

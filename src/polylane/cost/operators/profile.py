@@ -23,7 +23,7 @@ class Profile:
         update_seconds: seconds of one optimizer step over all parameters.
         shared: like ``nodes``, for batch normalizations whose statistics replicas share, without their all-reduces.
         host_contention: number of copies that run at once on the host -> speed of each relative to one alone, cores
-            aside (:func:`polylane.profiling.host_contention.together`); empty if not measured.
+            aside (:func:`polylane.profiling.host_contention.measure_model_contention`); empty if not measured.
     """
 
     samples: tuple[int, ...]

@@ -6,13 +6,10 @@ What replicas share out and how often they agree is not here: the plan says it (
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from polylane.errors import PolylaneError
-from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec
-
-Recompute = Literal["none", "selective", "full"]
+from polylane.plan.options import PlanOptions
+from polylane.plan.recompute import MODES, Mode
 
 # Bytes of an element of a floating-point value in passes of each precision.
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -38,18 +35,18 @@ class TrainingOptions:
 
     dtype: str = "float32"
     masters: bool = True
-    recompute: Recompute = "none"
+    recompute: Mode = "none"
     overlap: bool = True
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        options = (("dtype", tuple(ITEM)), ("recompute", get_args(Recompute)))
+        options = (("dtype", tuple(ITEM)), ("recompute", MODES))
         for name, choices in options:
             if getattr(self, name) not in choices:
                 raise PolylaneError(f"{name} {getattr(self, name)!r}: choose one of {', '.join(choices)}")
 
     @classmethod
-    def of(cls, plan: Spec | Plan) -> TrainingOptions:
+    def of(cls, plan: PlanOptions) -> TrainingOptions:
         """Return the options with which the runtime trains a plan."""
         return cls(dtype=plan.precision, compiled=plan.compile)
 

@@ -10,7 +10,8 @@ import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+
+from polylane.plan.sync import Staleness
 
 # Steps of each replica that are simulated, and the first of them that do not count: all replicas begin at once.
 STEPS, LEAD = 40, 8
@@ -52,7 +53,7 @@ class ServedSteps:
 
 
 def simulate_servers(
-    compute: Sequence[float], servers: Sequence[ServerLoad], staleness: int | Literal["any"], steps: int = STEPS
+    compute: Sequence[float], servers: Sequence[ServerLoad], staleness: Staleness, steps: int = STEPS
 ) -> ServedSteps:
     """Simulate replicas that push to all servers after each step, and wait for all of them.
 
@@ -71,7 +72,7 @@ def simulate_servers(
 
 class _ServerSimulation:
     def __init__(
-        self, compute: Sequence[float], servers: Sequence[ServerLoad], staleness: int | Literal["any"], steps: int
+        self, compute: Sequence[float], servers: Sequence[ServerLoad], staleness: Staleness, steps: int
     ) -> None:
         self._compute, self._servers, self._staleness, self._steps = compute, servers, staleness, steps
         # Time, order, server and replica: gradients have arrived there; server -1: the replica's passes have ended.

@@ -30,7 +30,6 @@ from polylane.graph.capture.leaves import (
 from polylane.graph.capture.open_dimensions import OpenedProgram, find_open_sizes
 from polylane.graph.capture.python.drawn_functions import ObservedResults, functions_drawn, observe_functions
 from polylane.graph.capture.python.python_operators import FunctionCall, forget_sites
-from polylane.graph.capture.python.raising_branches import hide_values
 from polylane.graph.capture.reassigned_buffers import copy_what_is_read
 from polylane.graph.capture.recomputed_norms import buffers_written_again, repeat_moves
 from polylane.graph.capture.self_check import Difference
@@ -223,7 +222,6 @@ def attempt_capture(
         graph, constants = rewrite.copy_with_roles(program)
         part = rewrite.add_slice_input(graph)
         rewrite.inline_sites(graph, part)
-        hide_values(graph, model_with_loss.carried.values())
     # The checks that export inserted say for which sizes the code holds; read them before they are dropped.
     opened = find_open_sizes(program, graph, leaves) if dims else None
     symbols, nominal = ((), {}) if opened is None else (opened.symbols, opened.nominal)
@@ -260,6 +258,7 @@ def _observe_two_sizes(
     runs: dict[int, _Observed] = {}
     for batch in (subset, other_batch, leaves, self_check.other_batch(leaves)):
         if len(runs) < 2 and sample_count(batch) not in runs:
+            # Some losses fail on some numbers of samples: two that run are enough.
             with suppress(NotCaptured):
                 runs[sample_count(batch)] = _observe_once(model_with_loss, modules, batch, functions)
     return (list(runs.items()) * 2)[:2]
@@ -280,7 +279,7 @@ def _observe_once(
         needed = not self_check.runs_without_gradients(model_with_loss, leaves)
         with model_restored(model_with_loss):
             results = observe_functions(functions, run)
-    except Exception as error:
+    except Exception as error:  # the user's Python runs here: it may raise anything
         raise NotCaptured.of(model_with_loss.model, error) from error
     return calls, results
 
@@ -315,7 +314,7 @@ def _passes_self_check(model_with_loss: ModelWithLoss, leaves: Sequence[Any], pa
         return False
     try:
         return run_self_check(model_with_loss, attempt_capture(model_with_loss, leaves, paths), leaves) is None
-    except NotCaptured:
+    except NotCaptured:  # these leaves are not enough, and the search goes on with others
         return False
 
 

@@ -174,6 +174,7 @@ def _finish_graph(
         code=replace(code, carried=carried),
         outputs=tuple(str(node.meta["name"]) for node in results if node.op == "call_function"),
         checkpoints=find_checkpoints(graph),
+        is_undivided=dry.is_undivided,
     )
 
 

@@ -128,6 +128,7 @@ def _stand_in(value: Any, position: int, read: set[int]) -> Any:
     body: dict[str, Callable[..., Any]] = dict.fromkeys(_ASKED, use)
     for name in dir(kind):
         if name.startswith("__") and name not in _DEFINED:
+            # dir() lists names that a metaclass then refuses, such as __abstractmethods__.
             with contextlib.suppress(AttributeError):
                 if callable(getattr(kind, name)):
                     body[name] = use

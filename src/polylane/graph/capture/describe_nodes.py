@@ -126,18 +126,37 @@ def _has_gradient(node: fx.Node, flows: dict[fx.Node, bool], trainable: set[str]
 
 
 def recomputable_nodes(graph: fx.Graph, written: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes computed from sizes, constants and unwritten buffers alone, which every stage can recompute."""
-    free: set[fx.Node] = set()
+    """Return the nodes that every stage can recompute: they depend on sizes, constants and unwritten buffers alone.
+
+    So can a sparse tensor that is made of these and of the batch: it is not sent between stages, but its parts are in
+    every stage's batch.
+    """
+    free, of_batch = set[fx.Node](), set[fx.Node]()
     for node in graph.nodes:
         if node.op == "placeholder":
             role = node.meta["role"][0]
             if role in ("constant", "part") or (role == "buffer" and node not in written):
                 free.add(node)
+            elif role == "input":
+                of_batch.add(node)
             continue
-        is_free = node.op == "call_function" and node not in written and _is_repeatable(unwrap_settings(node.target))
-        if is_free and all(n in free for n in node.all_input_nodes):
+        if node.op != "call_function" or node in written or not _is_repeatable(unwrap_settings(node.target)):
+            continue
+        if all(n in free for n in node.all_input_nodes):
             free.add(node)
+        elif all(n in free or n in of_batch for n in node.all_input_nodes):
+            of_batch.add(node)
+    stack = [node for node in of_batch if _is_sparse(node.meta.get("val"))]
+    while stack:
+        node = stack.pop()
+        if node not in free and node.op == "call_function":
+            free.add(node)
+            stack += node.all_input_nodes
     return free
+
+
+def _is_sparse(val: Any) -> bool:
+    return isinstance(val, Tensor) and val.layout is not torch.strided
 
 
 def _is_repeatable(target: Any) -> bool:
@@ -174,6 +193,6 @@ def describe_node(node: fx.Node, requires_grad: bool, free: bool) -> Node:
         requires_grad=requires_grad,
         recomputable=free,
         # A value whose size is known at run time only cannot be received into a buffer of planned size.
-        can_cross_stages=isinstance(val, Tensor) and not is_ragged(val),
+        can_cross_stages=isinstance(val, Tensor) and not is_ragged(val) and not _is_sparse(val),
         fixed_shape=tuple(-1 if is_dynamic(s) else int(s) for s in val.shape) if isinstance(val, Tensor) else (),
     )

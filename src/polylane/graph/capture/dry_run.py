@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError, read_text
-from polylane.graph.batch import clone_leaves, is_sampled, sample_count
+from polylane.graph.batch import batch_structure, clone_leaves, is_sampled, sample_count, sampled_leaves
 from polylane.graph.capture.export import BadLoss, ModelWithLoss, model_restored, snapshot_tensors, why_data_needed
-from polylane.graph.capture.failing_batch import describe_failing_batch
 from polylane.graph.capture.leaves import NormalizationWatch, source_line_of
 from polylane.graph.nodes.user_lines import NotCaptured, format_line, reason_of
 from polylane.graph.python_state.module_paths import is_inside
@@ -36,6 +35,7 @@ class DryRun:
         is_mean: whether the loss returned a scalar, not a ``polylane.Mean``.
         effects: what the run did besides computing.
         takes_gradients: whether the run differentiated something itself (a gradient penalty, forces of an energy).
+        is_undivided: whether the batch is one sample that is never divided.
     """
 
     results: tuple[Tensor, ...]
@@ -44,6 +44,7 @@ class DryRun:
     is_mean: bool
     effects: SideEffects = field(default_factory=SideEffects)
     takes_gradients: bool = False
+    is_undivided: bool = False
 
 
 def dry_run(
@@ -89,7 +90,15 @@ def dry_run(
         if model_with_loss.training:
             _refuse_without_gradient(model_with_loss, results[0])
         values = tuple(result.detach() for result in results)
-        return DryRun(values, drawn, normalizing.values, model_with_loss.mean, effects, bool(backward_calls))
+        return DryRun(
+            values,
+            drawn,
+            normalizing.values,
+            model_with_loss.mean,
+            effects,
+            bool(backward_calls),
+            model_with_loss.is_undivided,
+        )
 
 
 def _repeat_first(leaves: Sequence[Any]) -> list[Any]:
@@ -130,23 +139,20 @@ def _mark_written(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor._version, sums
 
 
-def run_forward(
-    model_with_loss: ModelWithLoss, leaves: Sequence[Any], abstract: bool, batch_name: str = "the example batch"
-) -> None:
+def run_forward(model_with_loss: ModelWithLoss, leaves: Sequence[Any], abstract: bool) -> None:
     """Run the loss once and look at nothing else; what fails is told as :func:`dry_run` tells it.
 
     Args:
         model_with_loss: model and loss, restored afterwards.
         leaves: flat leaves of the batch.
         abstract: whether the model is on the meta device.
-        batch_name: name of the batch in the message.
 
     Raises:
         PolylaneError: the run raises an error, or its result is no loss.
     """
     with (
         model_restored(model_with_loss),
-        _errors_told(model_with_loss, leaves, abstract, batch_name),
+        _errors_told(model_with_loss, leaves, abstract),
         torch.enable_grad(),
     ):
         model_with_loss(*clone_leaves(leaves))
@@ -154,14 +160,14 @@ def run_forward(
 
 @contextmanager
 def _errors_told(
-    model_with_loss: ModelWithLoss, leaves: Sequence[Any], abstract: bool, batch_name: str
+    model_with_loss: ModelWithLoss, leaves: Sequence[Any], abstract: bool, batch_name: str = "the example batch"
 ) -> Iterator[None]:
     """Context manager: turn an exception of the user's model or loss into one sentence with their line."""
     try:
         yield
     except BadLoss as error:
         raise BadLoss(f"{error}{format_line(source_line_of(model_with_loss.loss_function))}") from None
-    except PolylaneError:
+    except PolylaneError:  # is one sentence already
         raise
     except Exception as error:
         fault = NotCaptured.of(model_with_loss.model, error)
@@ -193,4 +199,36 @@ def _refuse_without_gradient(model_with_loss: ModelWithLoss, loss: Tensor) -> No
     raise BadLoss(
         "the loss does not depend on any parameter that requires a gradient, so that nothing would be trained: return "
         "one that is differentiable, without argmax, detach() or no_grad() on the way"
+    )
+
+
+def describe_failing_batch(model_with_loss: ModelWithLoss, leaves: Sequence[Any]) -> str:
+    """Return what is likely wrong with the data, as the end of a sentence; "" if nothing shows it.
+
+    A dataset whose items are batches instead of samples gives batches of batches: each row of these is one on which the
+    loss works. And data that are a tensor give batches that are one.
+
+    Args:
+        model_with_loss: model and loss, unchanged afterwards.
+        leaves: flat leaves of the batch on which the loss failed.
+    """
+    if batch_structure(model_with_loss.rebuild(leaves)) is None:
+        shape = list(leaves[0].shape)
+        return f"; the batch is one tensor of shape {shape}: data that give inputs and labels give pairs of them"
+    split = sampled_leaves(leaves)
+    rows = [leaf[0] if is_split else leaf for leaf, is_split in zip(clone_leaves(leaves), split, strict=True)]
+    inner = [row for row, is_split in zip(rows, split, strict=True) if is_split]
+    if len({row.shape[0] if row.dim() else 0 for row in inner}) != 1 or not inner[0].dim():
+        return ""
+    try:
+        with model_restored(model_with_loss), torch.enable_grad():
+            result = model_with_loss.given_loss(model_with_loss.model, model_with_loss.rebuild(rows))
+    except Exception:  # neither does one row work: the data are not what is wrong, as far as this shows
+        return ""
+    if isinstance(result, Tensor) and result.dim():
+        return ""
+    shapes = ", ".join(str(list(row.shape)) for row in inner)
+    return (
+        f"; it works on the first sample by itself (tensors of shape {shapes}): data must give single samples, which "
+        "are put together to batches, and these seem to be batches already"
     )

@@ -7,6 +7,7 @@ import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -19,15 +20,14 @@ from polylane.errors import PolylaneError, read_text
 from polylane.graph.batch import Rebuild, is_sampled, sample_count
 from polylane.graph.capture.gradients.calls import gradient_calls_kept
 from polylane.graph.capture.known_values import KnownValues
-from polylane.graph.capture.python.absent_values import AbsentValues
 from polylane.graph.capture.python.asked_numbers import AskedNumbers
 from polylane.graph.capture.python.checkpoints import checkpoints_inlined
-from polylane.graph.capture.python.export_repairs import exports_repaired
+from polylane.graph.capture.python.export_repairs import UsersFrames, exports_repaired
 from polylane.graph.capture.python.muted_prints import prints_muted
 from polylane.graph.capture.python.packed_sequences import packed_sequences_padded
 from polylane.graph.capture.python.python_operators import functions_kept
+from polylane.graph.capture.python.raising_branches import AbsentValues
 from polylane.graph.capture.python.stray_tensors import references_replaced
-from polylane.graph.capture.python.users_frames import UsersFrames
 from polylane.graph.capture.questions.capture_run import CaptureRun
 from polylane.graph.capture.questions.tape import sizes_answered
 from polylane.graph.capture.reassigned_buffers import reassignments_written
@@ -47,6 +47,21 @@ _SYMBOLIC: Any = _config
 Loss = Callable[[nn.Module, Any], Any]
 
 
+@dataclass(frozen=True)
+class LossWithOutputs:
+    """A loss, and what else of its computation is asked for.
+
+    Attributes:
+        loss: what a loss returns, a scalar mean or a ``polylane.Mean``.
+        outputs: further values of the computation, through which no gradient flows.
+        is_undivided: whether the batch is one sample, whose parts are not known.
+    """
+
+    loss: Any
+    outputs: Sequence[Tensor]
+    is_undivided: bool = False
+
+
 class ModelWithLoss(nn.Module):
     """Model and loss as one module over flat leaves, so that any structure of batch and output can be captured."""
 
@@ -58,7 +73,7 @@ class ModelWithLoss(nn.Module):
         self.given_loss = loss
         self.rebuild = rebuild
         self.tracing = CaptureRun(draws=draws)
-        self.mean = True
+        self.mean, self.is_undivided = True, False
         self.check_device: torch.device | None = None  # of the captured code's self-check; None: where the model is
         self.carried: dict[int, Any] = {}  # leaves that are no tensors and are not read: no inputs of an export
 
@@ -72,6 +87,10 @@ class ModelWithLoss(nn.Module):
         eagerly = AbsentValues() if absent else self.tracing.drawn_alike()
         with compiler_off(), self._exporting(leaves) if exporting else eagerly:
             result = self.given_loss(self.model, self.rebuild(inputs))
+        outputs: tuple[Tensor, ...] = ()
+        if isinstance(result, LossWithOutputs):
+            self.is_undivided = result.is_undivided
+            result, outputs = result.loss, tuple(output.detach() for output in result.outputs)
         self.mean = not isinstance(result, Mean)
         if isinstance(result, Mean):
             total, count = result.total, result.count
@@ -79,14 +98,14 @@ class ModelWithLoss(nn.Module):
                 raise BadLoss("polylane.Mean(total, count) takes scalars: sum the losses of the elements that count")
             _refuse_complex(total, "polylane.Mean(total, count) takes")
             if not isinstance(count, Tensor):  # the product keeps a symbolic size symbolic under export
-                return total, total.detach().new_ones(()) * count
-            return total, count.detach().to(total.dtype)
+                return total, total.detach().new_ones(()) * count, *outputs
+            return total, count.detach().to(total.dtype), *outputs
         if not isinstance(result, Tensor) or result.dim() > 0:
             shaped = isinstance(result, Tensor)
             form = f"a tensor of shape {tuple(result.shape)}" if shaped else f"a {type(result).__name__}"
             raise BadLoss(f"loss(model, batch) must return a scalar tensor or polylane.Mean(total, count), not {form}")
         _refuse_complex(result, "loss(model, batch) must return")
-        return (result,)
+        return (result, *outputs)
 
     @contextmanager
     def _exporting(self, leaves: Sequence[Any]) -> Iterator[None]:
@@ -197,7 +216,7 @@ def export(
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
-    except BadLoss:
+    except BadLoss:  # the user's to mend, and no matter of export
         raise
     except Exception as error:
         raise NotCaptured.of(module.model, error) from error

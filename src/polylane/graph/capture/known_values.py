@@ -3,7 +3,7 @@
 Export knows no tensor's numbers, so that ``if mask.all()`` cannot be followed, not even where the mask was written
 down by the user's code: a causal mask, the columns of a table that are categories. Such tensors are computed as they
 are made, beside what export records of them, and questions about them are answered. So are tensors that follow from
-the batch, where a tape (:mod:`polylane.graph.capture.questions.tape`) takes down what was asked of them.
+the batch, where a tape (:mod:`polylane.graph.capture.questions.tape`) records the questions.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from polylane.graph.capture.python.drawn_functions import tensor_of_drawn
 from polylane.graph.capture.python.export_repairs import without_absent_generator
 from polylane.graph.capture.python.raising_branches import TRUTHS, answer_raising, is_compared_to_raise
 from polylane.graph.capture.questions.tape import BatchTape
+from polylane.graph.nodes.memory import storage_id
 from polylane.graph.readings.asked_draws import is_asked_draw
 
 # What Python asks of a tensor's numbers.
@@ -41,7 +42,7 @@ class KnownValues(TorchFunctionMode):
     Args:
         tape: takes down questions about tensors that follow from the batch; None: these are not answered.
         leaves: flat leaves of the batch under export.
-        numbers: is told which tensors the numbers are taken out of that stay symbols; None: nobody is.
+        numbers: records the tensors out of which numbers are taken that stay symbols; None: they are not recorded.
     """
 
     def __init__(
@@ -128,8 +129,8 @@ class KnownValues(TorchFunctionMode):
         constants = [
             value for tensor in written if (value := self._find(tensor)) is not None and not self._tape.knows(value)
         ]
-        shared = [value.untyped_storage()._cdata for _, value in self._values.values()]
-        if any(shared.count(value.untyped_storage()._cdata) > 1 for value in constants):
+        shared = [storage_id(value) for _, value in self._values.values()]
+        if any(shared.count(storage_id(value)) > 1 for value in constants):
             return False
         for value in constants:
             self._tape.adopt(value)
@@ -170,9 +171,9 @@ class KnownValues(TorchFunctionMode):
     def _forget(self, tensors: Sequence[Tensor]) -> None:
         """Forget tensors, and all that share memory with them."""
         self._written |= {id(tensor): tensor for tensor in tensors if not isinstance(tensor, FakeTensor)}
-        lost = {of.untyped_storage()._cdata for tensor in tensors if (of := self._find(tensor)) is not None}
+        lost = {storage_id(of) for tensor in tensors if (of := self._find(tensor)) is not None}
         entries = self._values.items()
-        self._values = {key: of for key, of in entries if of[1].untyped_storage()._cdata not in lost}
+        self._values = {key: of for key, of in entries if storage_id(of[1]) not in lost}
 
 
 class _Drawn(Exception):

@@ -89,7 +89,7 @@ class LeafCall:
         module = self.module
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         plain = "forward" not in module.__dict__ and not any(hooks) and not self.effects
-        return plain and type(module).forward is nn.modules.batchnorm._BatchNorm.forward
+        return plain and type(module).forward is nn.BatchNorm1d.forward
 
     def fake(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         like = tensors[0] if tensors else torch.empty(0)
@@ -111,7 +111,7 @@ class LeafCall:
         args, kwargs = self.rebuild_arguments(flat)
         grad_enabled = torch.is_grad_enabled()
         needs = grad_enabled or self.takes_gradients
-        with _training_modes(self.training), compiler_off(), torch_func_allowed(), torch.set_grad_enabled(needs):
+        with in_training_modes(self.training), compiler_off(), torch_func_allowed(), torch.set_grad_enabled(needs):
             result = self._run(state, args, kwargs)
         leaves, _ = flatten_nested(result)
         outputs: list[Tensor] = [leaves[position] for position in self.output_positions]
@@ -213,6 +213,7 @@ def _freezing_refused(path: str, tensors: Mapping[str, Tensor]) -> Iterator[None
         yield
         culprit = next((name for name, tensor in tensors.items() if tensor.requires_grad is not flags[name]), "")
     except RuntimeError as error:
+        # The call's tensors are no leaves of autograd where other stages or ZeRO make them: torch refuses by this text.
         if "change requires_grad flags of leaf" not in str(error):
             raise
         culprit = "a parameter"
@@ -224,7 +225,12 @@ def _freezing_refused(path: str, tensors: Mapping[str, Tensor]) -> Iterator[None
 
 
 @contextmanager
-def _training_modes(training: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
+def in_training_modes(training: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Context manager: modules are in training mode or not, and afterwards as they were.
+
+    Args:
+        training: the modules, with whether each is training inside.
+    """
     changed = [(module, module.training) for module, flag in training if module.training != flag]
     for module, flag in training:
         module.training = flag

@@ -49,6 +49,7 @@ def _attempt_twice(model_with_loss: ModelWithLoss, leaves: Sequence[Any], openin
     try:
         return attempt_capture(model_with_loss, leaves, (), opening.dims)
     except NotCaptured as fault:
+        # Answers restrict a graph to batches that give the same ones: they are used only where export needs some.
         if not (fault.data_decides and model_with_loss.tracing.answer_questions(leaves)):
             raise
     return attempt_capture(model_with_loss, leaves, (), opening.dims)

@@ -36,7 +36,7 @@ class NotOpened(Exception):
 
 @dataclass(frozen=True)
 class Opening:
-    """What a capture is asked to leave open.
+    """The sizes that a capture should leave open.
 
     Attributes:
         dims: dimensions of leaves whose sizes vary from batch to batch, as (leaf, dimension).
@@ -74,7 +74,7 @@ def find_open_sizes(program: torch.export.ExportedProgram, graph: fx.Graph, leav
         leaves: flat leaves of the batch that was exported.
 
     Raises:
-        NotOpened: no size is open, or one cannot be told from the number of samples.
+        NotOpened: no size is open, or one cannot be distinguished from the number of samples.
     """
     inputs = {n.meta["role"][1]: n.meta.get("val") for n in graph.nodes if _is_input(n)}
     samples, batch, places = sample_count(leaves), set[Any](), dict[Any, tuple[int, int]]()
@@ -236,4 +236,5 @@ def sizes_to_try(opened: OpenSizes, observed_sizes: Iterable[Sequence[int]]) -> 
     return list(dict.fromkeys((*came[:2], *admitted[:2], *admitted[-2:])))
 
 
+# Odd factors of the sizes that are tried, and the last one is the largest size.
 _PRIMES = (1, 3, 5, 7, 11, 13, 17, 31, 61, 127, 251, 509, 1009)

@@ -185,20 +185,13 @@ class _CapturedCode:
         return run_code(self.run, self.graph, table, SampleSlice(count, batch=count, open_sizes=sizes))
 
 
-def take_what_runs(
-    model: nn.Module,
-    loss: Any,
-    rebuild: Rebuild,
-    leaves: Sequence[Any],
-    count: int,
-    sampled: Sequence[bool] | None = None,
-) -> Sequence[Any]:
+def take_what_runs(model: nn.Module, loss: Any, rebuild: Rebuild, leaves: Sequence[Any], count: int) -> Sequence[Any]:
     """Return the first ``count`` samples of a batch, or all of it where so few are no batch.
 
     Nodes of a graph cannot be taken alone: its edges are no samples, and some would have no end. Of a model without
     data it is not tried.
     """
-    split = sampled or sampled_leaves(leaves)
+    split = sampled_leaves(leaves)
     part = take_first_samples(leaves, min(count, sample_count(leaves)), split)
     shared = any(isinstance(leaf, Tensor) and leaf.dim() for leaf, flag in zip(leaves, split, strict=True) if not flag)
     if not shared or any(parameter.is_meta for parameter in model.parameters()):
@@ -211,7 +204,7 @@ def runs_without_gradients(model_with_loss: ModelWithLoss, batch: Sequence[Any])
     try:
         with model_restored(model_with_loss), torch.no_grad():
             model_with_loss(*batch)
-    except Exception:
+    except Exception:  # a loss that calls backward itself, or whose hooks need a gradient
         return False
     return True
 
@@ -227,9 +220,9 @@ def _differs_by_rounding_only(captured: _CapturedCode, runs: Sequence[Any]) -> b
         try:
             wide = ([cast_leaves(batch, torch.float64) for batch in batches] for batches in runs)
             return all(_find_difference(captured, batches, _equal_up_to_rounding) is None for batches in wide)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # says nothing about the numbers
             raise
-        except Exception:
+        except Exception:  # kernels without float64: the difference counts as it is
             return False
 
 
@@ -262,6 +255,7 @@ def _run_steps(
                 result[0].backward()
         except torch.OutOfMemoryError:  # of an accelerator: no fault of the model
             raise
+        # The steps before are compared. Where only one of the two runs raises, their records differ in number.
         except Exception:
             return records
         records += [(step, Difference("the loss"), value) for value in values]

@@ -1,4 +1,4 @@
-"""Node memory: which arguments an operator writes in place, and which values may share memory."""
+"""Memory of values: which arguments an operator writes in place, and which values may share memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 # These may return their argument itself, without an alias annotation in their schema.
 _SILENT_ALIASES = (
@@ -19,6 +19,11 @@ _SILENT_ALIASES = (
     "aten.repeat_interleave.self_int",
     "aten.type_as.default",
 )
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return an id of a strided tensor's storage, unique as long as it is alive; a view has its base's."""
+    return int(tensor.untyped_storage()._cdata)  # not its address, which is 0 for fake tensors and empty ones
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:

@@ -102,7 +102,7 @@ def _try_without_data(operator: Any, args: Any, kwargs: Any) -> Tensor | None:
     try:
         with torch.no_grad():
             result = operator(*fx.map_arg(args, example), **fx.map_arg(kwargs, example))
-    except Exception:
+    except Exception:  # it needs the data, or refuses these arguments: the write in place is kept
         return None
     return result if isinstance(result, Tensor) else None
 

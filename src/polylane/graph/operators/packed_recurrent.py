@@ -1,6 +1,6 @@
 """Recurrent layers over sequences of several lengths, as operators on padded batches: each sample has its own rows.
 
-torch packs such a batch into one tensor without the padding, time by time, in which all samples lie mixed:
+torch packs such a batch into one tensor without the padding, one point in time after the other, each for all samples:
 
     lengths 3, 1      padded  a b c   packed  a d b c      its sizes depend on the data, and no row is a sample's own
                               d . .
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from polylane.graph.operators.keyed_random import dropout
 
@@ -66,13 +67,13 @@ class PackedRecurrent:
         weight_count, wide = len(weights) // runs, states[0].shape[0] // runs
         final_states: list[list[Tensor]] = []
         for run in range(runs):
-            data, sizes = torch._pack_padded_sequence(x, ends, True)
+            data, sizes, *_ = pack_padded_sequence(x, ends, batch_first=True)
             run_states = [state[run * wide : (run + 1) * wide] for state in states]
             run_hx = run_states[0] if isinstance(hx, Tensor) else run_states
             of_run = weights[run * weight_count : (run + 1) * weight_count]
             data, *result = function(data, sizes, run_hx, of_run, biases, layers // runs, own_p, train, bidirectional)
             final_states.append(result)
-            x = torch._pad_packed_sequence(data, sizes, True, 0.0, x.shape[1])[0]
+            x, _ = pad_packed_sequence(PackedSequence(data, sizes), batch_first=True, total_length=x.shape[1])
             if run < runs - 1:
                 # In the batch's own order: the numbers belong to samples.
                 x = x if back is None else x.index_select(0, back)

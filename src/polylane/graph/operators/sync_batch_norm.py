@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from polylane.errors import PolylaneError
 from polylane.graph.nodes.sample_slice import SampleSlice
+from polylane.graph.symbolic_sizes import is_dynamic
 
 VALUES = 2  # values per channel that training needs: one has no variance
 
@@ -94,8 +95,14 @@ def batch_norm(
     momentum: float,
     eps: float,
     cudnn_enabled: bool = True,
+    is_common: bool = False,
 ) -> Tensor:
-    """aten.batch_norm in training, over all replicas' samples of the microbatch."""
+    """aten.batch_norm in training, over all replicas' samples of the microbatch.
+
+    Args:
+        part: the samples of this replica, which sums over all; the other arguments are those of torch.batch_norm.
+        is_common: whether ``x`` has no samples, and is the same on every replica: they have its values once, not each.
+    """
     if part.sum_replicas is None:
         _require_values(part, x.numel() // max(x.shape[1], 1))
         if part.keep_statistics is not None and running_mean is not None and running_var is not None:
@@ -110,7 +117,8 @@ def batch_norm(
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             # torch's running variance is unbiased, the normalizing one is not.
-            unbiased = variance * (total / (total - 1))
+            count = x.numel() // x.shape[1] if is_common else total
+            unbiased = variance * (count / (count - 1))
             if part.keep_statistics is not None:
                 part.keep_statistics(mean, unbiased)
             else:
@@ -145,7 +153,9 @@ def sync_batch_norms(graph: fx.Graph, part: fx.Node) -> bool:
         is_any = is_any or (call is not None and call.normalizes)  # the user's own Python, synchronized by its context
         if node.op == "call_function" and str(node.target) == "aten.batch_norm.default" and node.args[5]:
             node.meta["op"] = str(node.target)
-            node.target, node.args, is_any = batch_norm, (part, *node.args), True
+            value: Any = node.args[0]
+            is_common = not any(map(is_dynamic, value.meta["val"].shape))
+            node.target, node.args, is_any = batch_norm, (part, *node.args, *([True] if is_common else [])), True
     return is_any
 
 

@@ -64,7 +64,7 @@ def _use_originals(module: nn.Module) -> list[str]:
             if (plain := _original_module(child)) is not child:
                 submodule._modules[name] = plain
                 names.append(f"{path}.{name}" if path else name)
-        if getattr(submodule, "_compiled_call_impl", None) is not None:  # by module.compile()
+        if getattr(submodule._compiled_call_impl, _ORIGINAL, None) is not None:  # by module.compile()
             submodule._compiled_call_impl = None
             names.append(path)
         for name, value in list(vars(submodule).items()):

@@ -150,7 +150,7 @@ class GradientHooks:
             # Autograd calls them itself, in a backward pass that consists of these parameters alone.
             with torch.random.fork_rng(devices=[]):
                 torch.autograd.backward([tensors[name] for name in hooked], gradients)
-        except PolylaneError:
+        except PolylaneError:  # a hook that polylane refuses, with the sentence that says so
             raise
         except Exception as error:
             message = " ".join(str(error).split()) or "no message"

@@ -32,7 +32,7 @@ def parts_of_iterator(value: Any) -> tuple[Any, ...] | None:
     """
     try:
         parts: tuple[Any, ...] = value.__reduce__()
-    except TypeError:
+    except TypeError:  # cannot be pickled: a generator, a file
         return None
     return parts
 

@@ -33,7 +33,7 @@ def copy_module(module: nn.Module, shared: dict[int, Any] | None = None) -> nn.M
                 memo |= _values_of_computed(value)
     try:
         copied = copy.deepcopy(module, dict(memo))
-    except Exception:
+    except Exception:  # of a lock, an open file, a tensor with a graph: the two share it. To find it takes a while.
         copied = copy.deepcopy(module, memo | _uncopyable(module))
     copy_hooks(module, copied)
     return copied

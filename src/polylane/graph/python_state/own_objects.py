@@ -117,7 +117,7 @@ def is_filled(cell: types.CellType) -> bool:
     """Return whether a closure's variable has a value yet."""
     try:
         return cell.cell_contents is not MISSING
-    except ValueError:
+    except ValueError:  # the outer function has not reached the line that assigns it
         return False
 
 

@@ -77,6 +77,16 @@ def seeded(*key: int) -> Iterator[None]:
 
 
 @contextmanager
+def generators_kept() -> Iterator[None]:
+    """Context manager: whatever is drawn inside, as by a module that draws when it is imported, nothing was drawn."""
+    saved = generator_states()
+    try:
+        yield
+    finally:
+        restore_generators(saved)
+
+
+@contextmanager
 def python_seeded(number: int) -> Iterator[None]:
     """Context manager: seed Python's and numpy's global generators inside, and restore the user's states afterwards."""
     saved = _python_states()

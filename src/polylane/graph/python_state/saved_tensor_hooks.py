@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import _C
 from torch.autograd import graph as autograd_graph
 
-_hooks: Any = _C._autograd
+_hooks: Any = torch._C._autograd
 _disable = autograd_graph.disable_saved_tensors_hooks
 
 

@@ -125,7 +125,7 @@ _RUNS = (types.FunctionType, staticmethod, classmethod, property, functools.part
 class _NameFinder:
     def __init__(self, ran: Collection[types.CodeType] | None, everything: bool, module_ids: Collection[int]) -> None:
         self.found: list[PythonName] = []
-        self._ran, self._everything, self._inside = ran, everything, module_ids
+        self._ran, self._inside = ran, module_ids
         self._follows = is_own_or_installed if everything else is_project_file
         self._seen: set[int] = set()
         self._keys: set[tuple[int, str]] = set()

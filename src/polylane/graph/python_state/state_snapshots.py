@@ -169,6 +169,8 @@ class _Snapshot:
         self.contents.append(put_back)
 
     def _tensor(self, value: Tensor) -> None:
+        if getattr(value, "is_deferred", False):  # a value of a prepared script that is still to be computed
+            return
         # A tensor with history cannot be written; it is recomputed in every run.
         if value.is_meta or not value.is_leaf:
             return
@@ -282,6 +284,8 @@ class _Digest:
                 self.add_value(part)
 
     def _tensor(self, value: Tensor) -> None:
+        if getattr(value, "is_deferred", False):
+            return
         self._update_hash(tuple(value.shape), str(value.dtype), value.device.type)
         if value.is_meta or value.layout != torch.strided or not value.numel():
             return

@@ -285,6 +285,8 @@ def _fingerprint(value: Any, inputs: Collection[int], depth: int = 0) -> Any:
 
 def _pointer(tensor: Tensor) -> int | None:
     """Return the address of a tensor's memory; None where it has none."""
+    if getattr(tensor, "is_deferred", False):  # a value of a prepared script that is still to be computed
+        return None
     return tensor.data_ptr() if tensor.layout == torch.strided and not tensor.is_meta else None
 
 

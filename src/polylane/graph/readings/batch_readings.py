@@ -71,7 +71,7 @@ class Reading:
     Attributes:
         leaves: leaves of the batch that it reads, by their tensors' numbers.
         steps: calls that lead to it, in order.
-        question: what is asked in the end: a call that returns a number, or a size.
+        question: the last step: a call that returns a number, or a size.
         answer: what the batch answered from which the graph was captured.
         source: the user's line that asks, "file:line", or "".
     """
@@ -92,7 +92,7 @@ class Reading:
 
         Args:
             leaves: flat leaves of the whole batch, nested as the captured one was.
-            draws: numbers of the step; None: none is at hand, and what depends on them is as it was.
+            draws: random numbers of the step; None: there are none, and what depends on them counts as unchanged.
         """
         if draws is None and self.is_drawn:
             return self.answer
@@ -156,7 +156,7 @@ def are_answered(readings: Sequence[Reading], leaves: Sequence[Any], draws: Step
     Args:
         readings: questions of the graph.
         leaves: flat leaves of the whole batch, nested as the captured one was.
-        draws: numbers of the step; None: none is at hand, and they count for nothing.
+        draws: random numbers of the step; None: there are none, and they are ignored.
     """
     for reading in readings:
         try:

@@ -194,7 +194,7 @@ def in_units(call: OperatorCall, count: int, dims: Sequence[tuple[TensorValue, i
     """Yield cuts of ``count`` units that stay whole: the even one, and those that neighbours ask for.
 
     Args:
-        call: the operator whose neighbours are asked.
+        call: the operator whose neighbours are looked up.
         count: number of units in the dimension.
         dims: a tensor, its dimension that consists of these units, and the length of a unit there.
     """

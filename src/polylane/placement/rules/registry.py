@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from polylane.errors import PolylaneError
 from polylane.graph.nodes.facts import find_operator
 from polylane.placement import rules
 from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Shard, is_valid_placement
@@ -78,7 +79,7 @@ def strategies(call: OperatorCall) -> tuple[Strategy, ...]:
 
 
 def iterate_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Yield the strategies of :func:`strategies`; the rule runs no further than is asked for."""
+    """Yield the strategies of :func:`strategies`; the rule runs only as far as these are taken."""
     # Rules may reach the same placements in two ways: keep the first, so that the solver has no duplicates.
     distinct = set[object]()
     for strategy in _offered_strategies(call):
@@ -113,4 +114,11 @@ def _check(call: OperatorCall, strategy: Strategy) -> None:
     pairs = [*zip(call.inputs, strategy.inputs, strict=True), *zip(call.outputs, strategy.outputs, strict=True)]
     for value, placement in pairs:
         if not is_valid_placement(placement, value.shape, call.degree):
-            raise ValueError(f"{call.op}: {strategy.name}: {placement} {value.shape} does not fit: {placement!r}")
+            raise UnfitStrategy(
+                f"{call.op} has tensors whose lengths do not go together: by its rule ({strategy.name}) {value.shape} "
+                f"would be {placement}, {placement!r}"
+            )
+
+
+class UnfitStrategy(PolylaneError, ValueError):
+    """A strategy does not fit the shapes of a call: they are not those of a call that can be made."""

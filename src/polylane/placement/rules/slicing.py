@@ -40,7 +40,7 @@ def cuts_of_pieces(
     values), then as the neighbours of the whole dimension ask.
 
     Args:
-        call: the operator whose neighbours are asked.
+        call: the operator whose neighbours are looked up.
         full_value: the tensor that consists of all pieces.
         pieces: the tensors that it consists of, in order.
         dim: the dimension along which the pieces follow each other.

@@ -1,4 +1,4 @@
-"""Call arguments: what a job's methods for checkpoints are given by a script, checked before anything is begun."""
+"""Call arguments: the arguments that a script passes to a job's methods for checkpoints, checked before any work."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def parse_folder(call: str, folder: object) -> Path:
 
 
 def check_keep(keep: object) -> int | None:
-    """Return the number of checkpoints that a method of a job was told to keep; None: all.
+    """Return the number of checkpoints that a method of a job is to keep; None: all.
 
     Raises:
         PolylaneError: it is no whole number of at least 1.
     """
+    # True is an int in Python, and keeps 1 by mistake.
     if keep is None or (isinstance(keep, int) and not isinstance(keep, bool) and keep >= 1):
         return keep
     raise PolylaneError(

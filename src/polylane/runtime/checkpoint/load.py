@@ -1,4 +1,4 @@
-"""Loading a checkpoint: rank 0 finds it, every worker reads its own parts, and all hear whether all could."""
+"""Loading a checkpoint: rank 0 finds it, every worker reads its own parts, and all learn whether all succeeded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LoadedCheckpoint:
     plain: Mapping[str, Any] = field(repr=False)
 
     def tell_changes(self, choices: Mapping[str, Any], rank: int, warn: Callable[[str], None]) -> None:
-        """Tell on rank 0 each choice of the training that goes on which is another than in the checkpoint's run.
+        """Warn on rank 0 of each choice that differs from the one of the run that saved the checkpoint.
 
         Args:
             choices: those of this run, as of :func:`.resumed_choices.describe_choices`.
@@ -81,7 +81,8 @@ def load_checkpoint(path: Path, rank: int, gather: Gather, restore: Restore) -> 
         restore(manifest.step, CheckpointReader(loaded.folder, manifest), plain)
     except PolylaneError as refused:
         error = str(refused) if str(refused).startswith("checkpoint ") else f"checkpoint {folder}: {refused}"
-    except Exception as failed:  # also of the user's load_state_dict: no worker may leave while others wait for it
+    # Also of the user's load_state_dict: a worker that raised here at once would leave the others in the gather below.
+    except Exception as failed:
         why = (str(failed).strip().splitlines() or [""])[0][:200]
         error = (
             f"checkpoint {folder}: cannot be restored ({type(failed).__name__}: {why}): it is of another training, or "

@@ -1,4 +1,4 @@
-"""Resumed choices: what decides how a training goes on, and may be another after a resume; a note says what it was.
+"""Resumed choices: options that a resumed run may change although they change its numbers; a note names each change.
 
 chosen by                 kept in a checkpoint
 requires_grad, groups     names of the parameters that each objective's optimizer steps on
@@ -37,6 +37,7 @@ def note_changed_choices(saved: Mapping[str, Any], choices: Mapping[str, Any]) -
     notes = []
     saved_trained = saved["trained"] if isinstance(saved.get("trained"), dict) else {}
     for name, trained in choices["trained"].items():
+        # Types are checked since facts of a run are plain JSON, and older checkpoints have fewer.
         if not isinstance(saved_trained.get(name), list):
             continue
         saved_names = [entry for entry in saved_trained[name] if isinstance(entry, str)]

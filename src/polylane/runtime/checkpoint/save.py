@@ -1,12 +1,12 @@
-"""Saving a checkpoint: who writes which rectangle, writing beside the training, and one verdict for all workers.
+"""Saving a checkpoint: which worker writes which rectangle, writing while training, and one outcome for all workers.
 
-Only rank 0 looks at the checkpoints' folder; every worker's writer adds one file to the folder that it is told:
+Only rank 0 reads the checkpoints' folder; every worker's writer adds one file to the new folder that rank 0 names:
 
     begin       rank 0 makes a folder | all agree on who writes what | each takes its snapshot, its writer writes
-    advance     each reports | when all have written, rank 0 commits | each hears how that went
+    advance     each reports | when all have written, rank 0 commits | each learns the outcome
 
-Workers call both at the same steps. No worker raises before all know why: a disk that is full at one of them is an
-error at all, and what is there of the checkpoint is no checkpoint.
+Workers call both at the same steps. No worker raises before all know why: a full disk on one of them is an error on
+all, and the unfinished folder is removed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Position:
 @serializable
 @dataclass(frozen=True)
 class _Report:
-    """What one worker says of the checkpoint that is being written.
+    """One worker's report on the checkpoint that is being written.
 
     Attributes:
         written: (file, size, chunks) once its file is on the disk.
@@ -161,7 +161,7 @@ class CheckpointSaver:
             PolylaneError: on all workers, if it cannot be begun on one of them.
         """
         started = time.perf_counter()
-        assert self._under_way is None
+        assert self._under_way is None  # one at a time: the memory that is shared with the writer holds one snapshot
         folder, error = self._make_folder(position)
         # All are here now: no step is under way, and a server that others wait for has made all updates.
         folder, error = self._gather((folder, error))[0]
@@ -169,7 +169,7 @@ class CheckpointSaver:
         try:
             # Also where there is no folder: collecting empties a pipeline, on which later numbers depend.
             state = collect()
-        except PolylaneError as refused:
+        except PolylaneError as refused:  # not raised here: the others wait in the next exchange, and get it there
             refusal = str(refused)
         _raise_first([error], "begun")
         error = refusal
@@ -178,17 +178,18 @@ class CheckpointSaver:
         answers = self._gather((error, digest, state.plain if not error else {}))
         try:
             _raise_first([answer[0] for answer in answers], "begun")
-        except PolylaneError:
+        except PolylaneError:  # on all workers: no writer has begun, and the folder is empty
             self._drop(folder)
             raise
         indices, tensors = self._assign("".join(answer[1] for answer in answers), rectangles)
         plain: dict[str, Any] = {}
+        # Rank 0 last: of what several workers say, its values count.
         for answer in reversed(answers):
             plain |= answer[2]
         self._under_way = _UnderWay(position, tensors, plain, facts, Path(folder))
         try:
             self._writer.start(folder, f"rank-{self._rank:05d}.safetensors", [shards[i] for i in indices])
-        except PolylaneError as refused:
+        except PolylaneError as refused:  # reported at the next advance, to all
             self._under_way.error = str(refused)
         self.stall_seconds += time.perf_counter() - started
 
@@ -266,7 +267,8 @@ class CheckpointSaver:
         checkpoint = self._under_way
         assert checkpoint is not None
         if any(report.error for report in reports):
-            # Others may still be writing into the folder: they are waited for before it is removed.
+            # Others may still be writing into the folder: they are waited for before it is removed. How that ends does
+            # not matter any more: the checkpoint is given up.
             with contextlib.suppress(PolylaneError):
                 if self._writer.is_writing:
                     self._writer.wait()
@@ -331,7 +333,7 @@ def _raise_first(errors: Sequence[str], outcome: str) -> None:
 
 
 def cut_shards(state: WorkerState) -> tuple[list[ShardToWrite], list[WritableRectangle]]:
-    """Return the rectangles that a worker could write, sorted by name, and what others are told of them."""
+    """Return the rectangles that a worker could write, sorted by name, and their plain descriptions for the others."""
     shards = [
         ShardToWrite(held_tensor, piece)
         for held_tensor in sorted((tensor.as_real() for tensor in state.tensors), key=lambda tensor: tensor.name)
@@ -376,5 +378,5 @@ def find_version() -> str:
     """Return polylane's version as it was installed, or "not installed" for a source tree that is on the path."""
     try:
         return version("polylane")
-    except PackageNotFoundError:
+    except PackageNotFoundError:  # run from a source tree, as by PYTHONPATH
         return "not installed"

@@ -1,9 +1,9 @@
 """Snapshot: copies of a worker's part of a checkpoint in memory that it shares with its writer process.
 
-    the worker        snapshot | trains on ...                          | looks whether it is done
+    the worker        snapshot | continues to train ...                 | polls whether it is done
     its writer                 | writes rank-00003.safetensors, syncs   |
 
-Making the snapshot is what a checkpoint costs the training; bytes go to the disk beside it.
+A checkpoint costs the training the time to copy; the bytes are written to the disk meanwhile.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from polylane.runtime.progress.processes import read_state
 from polylane.runtime.state.held_tensors import HeldTensor
 from polylane.runtime.workers.python_process import start_module
 
-_ALIGN = 64
+_ALIGN = 64  # a cache line, and enough for a view of any element type
 _CHUNK = 4096  # bytes of an order that a pipe takes without waiting, once it says that it is ready (Linux's PIPE_BUF)
 
-LOOK_SECONDS = 0.25  # interval of looks whether the writer is stopped, while it is waited for
+LOOK_SECONDS = 0.25  # interval at which the writer's state is read while it is waited for
 STOPPED_SECONDS = 5.0  # that a writer may be stopped, by a person or a debugger, before it is ended
 KILL_SECONDS = 5.0  # wait for a writer that was killed: one that waits for its disk ends later, and by itself
 
@@ -78,7 +78,7 @@ class WrittenShards:
 
 
 class SnapshotWriter:
-    """A worker's writer process, with the memory that both see; started at the first snapshot."""
+    """A worker's writer process, with the memory that both map; started at the first snapshot."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -120,7 +120,7 @@ class SnapshotWriter:
                 for s, location in zip(shards, places, strict=True)
             ]
             self._send({"path": os.path.join(folder, file), "bytes": at, "entries": entries})
-        except KeyError as error:
+        except KeyError as error:  # of DTYPE_NAMES: a quantized type, say
             raise PolylaneError(f"a tensor of {error.args[0]} has no place in a checkpoint") from None
         except OSError as error:
             self.close()  # the next snapshot starts another one
@@ -147,6 +147,7 @@ class SnapshotWriter:
             if self._mapped is not None:
                 self._mapped.close()
             os.ftruncate(self._memory, size)
+            # It only grows: the writer maps what an order says, and the next snapshot is about as large.
             self._mapped, self._size = mmap.mmap(self._memory, size), size
 
     def _copy(self, shards: Sequence[ShardToWrite], places: Sequence[tuple[int, int]]) -> None:
@@ -160,7 +161,7 @@ class SnapshotWriter:
                     source = view_piece(shard.held.local, shard.piece)
                     target = buffer[start : start + size].view(source.dtype).view(source.shape)
                     target.copy_(source)
-        del buffer
+        del buffer  # a memory map cannot be closed, to be made anew in a larger size, while a tensor refers to it
 
     def start_commit(self, store: CheckpointStore, unfinished: str, manifest: Manifest) -> None:
         """Have the writer make an unfinished folder a checkpoint.
@@ -202,6 +203,7 @@ class SnapshotWriter:
         """
         assert self._process is not None and self._process.stdin is not None
         content = json.dumps(order).encode() + b"\n"
+        # In chunks that never block: a stopped writer does not read, and a full pipe would stop the training as well.
         while content:
             if select.select([], [self._process.stdin], [], LOOK_SECONDS)[1]:
                 content = content[os.write(self._process.stdin.fileno(), content[:_CHUNK]) :]
@@ -240,7 +242,7 @@ class SnapshotWriter:
         return answer
 
     def _is_stopped(self) -> bool:
-        """Return whether the writer has been stopped for too long, as far as anybody looked."""
+        """Return whether the writer has been stopped for too long, by the times at which this was called."""
         assert self._process is not None
         now = time.monotonic()
         if read_state(self._process.pid) not in ("T", "t"):
@@ -281,7 +283,7 @@ class SnapshotWriter:
         if self._process is not None:
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # closing flushes, and the reader may be gone
                     pipe.close()
             self._process.kill()  # also one that is stopped
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -32,8 +32,9 @@ from polylane.runtime.checkpoint.snapshot import ShardToWrite
 from polylane.runtime.plain_data.serialization import encode, serializable
 from polylane.runtime.state.held_tensors import Region, WorkerState
 
-_ALIGN = 64
-_NONCE_BYTES = 16  # at the head of the memory: whoever reads them has opened the right one
+_ALIGN = 64  # a cache line, and enough for a view of any element type
+# At the head of the memory: on another host the process id is another process's, and its file has other bytes.
+_NONCE_BYTES = 16
 
 
 @serializable
@@ -69,7 +70,7 @@ class BoardRecord:
 
 
 class StateRefused(PolylaneError):
-    """A worker cannot say its state, or there is no memory for it; raised on all workers."""
+    """A worker's state cannot be collected, or there is no memory for it; raised on all workers."""
 
 
 class StateBoard:
@@ -103,13 +104,13 @@ class StateBoard:
             collect: returns what this worker holds.
 
         Raises:
-            StateRefused: on all workers, if one of them cannot say its state.
+            StateRefused: on all workers, if the state of one of them cannot be collected.
         """
         state, refusal = WorkerState(), ""
         self._gather(None)  # all are here: a server that is a process of its own has made the updates of all steps
         try:
             state = collect()
-        except PolylaneError as refused:
+        except PolylaneError as refused:  # raised below on all workers, which wait in the exchange
             refusal = str(refused)
         shards, rectangles = cut_shards(state)
         digest = hashlib.sha256(encode([tuple(rectangle) for rectangle in rectangles])).hexdigest()
@@ -199,6 +200,7 @@ class StateBoard:
 
 def _open_of_process(process: int, descriptor: int, nonce: bytes) -> int:
     """Return a descriptor of rank 0's memory; -1 on another host, or where the system shows no other's files."""
+    # No such process on this host, or /proc of another user: the parts are sent instead.
     with suppress(OSError):
         memory = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
         if os.pread(memory, _NONCE_BYTES, 0) == nonce:

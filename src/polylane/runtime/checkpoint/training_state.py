@@ -1,15 +1,12 @@
-"""Training state of one worker: all that decides how the training goes on, collected for a checkpoint and restored."""
+"""Training state of one worker: all that determines how training continues, collected for a checkpoint and restored."""
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from polylane.graph.python_state.random_generators import generator_states
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.state.held_tensors import WorkerState, whole_region
 from polylane.runtime.state.model_state import model_tensors, optimized_parts, speaks_for, state_dict_names
@@ -21,8 +18,8 @@ from polylane.runtime.state.optimizer_state import (
     restore_optimizer,
     restore_options,
 )
-from polylane.runtime.state.plain_values import numpy_state
 from polylane.runtime.state.python_state import collect_python_state, restore_python_state
+from polylane.runtime.state.random_state import collect_generators, restore_generators
 from polylane.runtime.state.saved_state import SavedState
 from polylane.runtime.sync.gradient_sync import GradientSync
 from polylane.runtime.sync.objective_update import ObjectiveUpdate
@@ -94,6 +91,7 @@ class WorkerTrainingState:
             PolylaneError: it is of another model or optimizer, or damaged.
         """
         local_model = self._local_model
+        # Before anything is overwritten: a checkpoint of another model leaves this one as it was.
         saved.refuse_other_weights(state_dict_names(local_model))
         for tensor in model_tensors(local_model):
             name = tensor.name.partition("/")[2]
@@ -111,6 +109,7 @@ class WorkerTrainingState:
         restore_python_state(local_model.prepared, local_model.tensors.model, self.replica, saved.plain)
         for name, update in self._updates.items():
             update.compressor.restore_state(name, local_model, self.replica, saved)
+        # Under another plan ranks have other work, and none of the saved generators is this rank's.
         if saved.was_saved_by(local_model.prepared.plan):
             _restore_random(local_model.world, saved)
 
@@ -132,7 +131,7 @@ class WorkerTrainingState:
         return {id(parameter): name for name, parameter in named}
 
     def _speaks(self, name: str) -> bool:
-        """Return whether this worker saves what an optimizer keeps for a parameter; of "", for none by name."""
+        """Return whether this worker saves what an optimizer keeps for a parameter; ``""``: for no single parameter."""
         local_model = self._local_model
         if not name:
             return local_model.world.rank == 0 or bool(self._variant)
@@ -151,35 +150,21 @@ class WorkerTrainingState:
 def _collect_random(world: World) -> WorkerState:
     """Return the states of this process's generators, from which the user's own code may draw."""
     state, rank = WorkerState(), world.rank
-    torchs, python, *arrays = generator_states()
-    state.add(f"random/torch/{rank}", whole_region(torchs.shape), torchs)
-    if world.accelerator is not None:
-        device_state = _device_module(world.accelerator).get_rng_state(world.accelerator)
-        state.add(f"random/{world.accelerator.type}/{rank}", whole_region(device_state.shape), device_state)
-    state.plain[f"random/python/{rank}"] = python
-    for kind, keys, *fields in arrays:
-        state.plain[f"random/numpy/{rank}"] = (kind, keys.tolist(), *fields)
+    for name, value in collect_generators(world.accelerator).items():
+        if isinstance(value, torch.Tensor):
+            state.add(f"random/{name}/{rank}", whole_region(value.shape), value)
+        else:
+            state.plain[f"random/{name}/{rank}"] = value
     return state
 
 
 def _restore_random(world: World, saved: SavedState) -> None:
-    cpu_state, rank = torch.get_rng_state(), world.rank
-    if saved.has(f"random/torch/{rank}"):
-        saved.fill(f"random/torch/{rank}", whole_region(cpu_state.shape), cpu_state)
-        torch.set_rng_state(cpu_state)
-    # A checkpoint of workers on the CPU, or of another kind of accelerator, has no state for this one.
-    if world.accelerator is not None and saved.has(name := f"random/{world.accelerator.type}/{rank}"):
-        device = _device_module(world.accelerator)
-        device_state = device.get_rng_state(world.accelerator)
-        saved.fill(name, whole_region(device_state.shape), device_state)
-        device.set_rng_state(device_state, world.accelerator)
-    if (state := saved.plain.get(f"random/python/{rank}")) is not None:
-        random.setstate(state)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and (state := saved.plain.get(f"random/numpy/{rank}")) is not None:
-        numpy.random.set_state(numpy_state(state))
-
-
-def _device_module(accelerator: torch.device) -> Any:
-    """Return torch's module of a kind of accelerator, such as ``torch.cuda``."""
-    return torch.get_device_module(accelerator)
+    states, rank = dict[str, Any](), world.rank
+    for name, value in collect_generators(world.accelerator).items():
+        path = f"random/{name}/{rank}"
+        if not isinstance(value, torch.Tensor):
+            states |= {name: saved.plain[path]} if path in saved.plain else {}
+        elif saved.has(path):
+            saved.fill(path, whole_region(value.shape), value)
+            states[name] = value
+    restore_generators(states, world.accelerator)

@@ -1,4 +1,4 @@
-"""Batch checks: refuses batches that workers have otherwise than each other, or that are too short to train on.
+"""Batch checks: refuses batches that differ between workers, or that are too short to train on.
 
 With other libraries each worker loads a batch of its own; here workers would take samples of different batches. So each
 worker's digest of what it has read travels with the loss of the step, in a slot of its rank, and all see all of them:

@@ -1,4 +1,4 @@
-"""Forms of batches that have come: which of their sizes vary, what is to be left open, and what the user is told."""
+"""Forms of the batches so far: which of their sizes vary, which are to be left open, and the notes for the user."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from polylane.graph.readings.batch_readings import Reading
 SAMPLES_KEPT = 4  # samples of a form that are kept, for checks of a graph with open sizes
 SAMPLED_FORMS = 4  # forms of a family of which samples are kept, the latest ones
 ATTEMPTS = 4  # captures with open sizes that may fail, of one graph and family, before no more is tried
-MANY_FORMS = 8  # forms captured one by one after which the user is told
+MANY_FORMS = 8  # forms captured one by one after which the user gets a note
 
 Signature = tuple[Any, ...]
 

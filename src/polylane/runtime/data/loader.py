@@ -61,7 +61,7 @@ def load_batches(
         state: follows an iterable dataset, and puts it where it was where a checkpoint knows that.
         trials: show whether a map-style dataset may be read in parts; None: it may.
         compared: whether what workers have read is compared; then now and then each reads a whole batch.
-        resumed: whether a training goes on from a checkpoint with this epoch.
+        resumed: whether the training resumes from a checkpoint in this epoch.
 
     Raises:
         PolylaneError: the dataset is neither map-style nor iterable, is a DataLoader, has no samples, or has too few
@@ -217,7 +217,7 @@ def _find_shares(
     A trial on the first batch shows that; ``batch`` are its indices, ``draws`` seed and epoch.
 
     Raises:
-        PolylaneError: a training goes on from a checkpoint, with a dataset that keeps state.
+        PolylaneError: the training resumes from a checkpoint, with a dataset that keeps state.
     """
     positions = _positions(shares(len(batch)))
     if not resumed and positions == list(range(len(batch))):

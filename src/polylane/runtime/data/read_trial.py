@@ -55,7 +55,7 @@ class Reads:
     written: str = ""
 
     def refuse_to_resume(self) -> None:
-        """Refuse to go on from a checkpoint, which does not have what the dataset was when it was written.
+        """Refuse to resume from a checkpoint, which does not have the state of the dataset.
 
         Raises:
             PolylaneError: the dataset keeps state.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -98,6 +98,15 @@ class FullTensors:
                 if part is not None and tensor is not None:
                     tensor.copy_((part if name in local else value).view(tensor.shape))
 
+    def put_whole(self, state: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> None:
+        """Give the model whole tensors and gradients, by name; what this worker holds of them is held no more."""
+        parameters, device = self._tensors.parameters(), self._local_model.world.device
+        for parameter in parameters.values():
+            parameter.grad = None  # that of a part does not fit the full shape
+        self._tensors.replace_values({name: value.to(device, copy=True) for name, value in state.items()})
+        for name, gradient in gradients.items():
+            parameters[name].grad = None if gradient is None else gradient.to(device)
+
     @contextmanager
     def whole_in_model(self, state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Context manager: the model has the tensors of :meth:`state_dict`.
@@ -138,11 +147,29 @@ class FullTensors:
         finally:
             self._local_model.transport.barrier()  # also where the file could not be written: nobody waits in vain
 
-    def gradients(self, names: Iterable[str]) -> dict[str, Tensor | None]:
+    def values(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return full parameters or buffers on every worker's CPU, of those that workers keep up to date.
+
+        Args:
+            names: canonical names of trained parameters or written buffers, the same on every worker.
+        """
+        local_model, users = self._local_model, self._local_model.stages_of_buffers()
+        stages = {n: min(owners) for n, owners in local_model.owning_stages.items() if n in names}
+        stages |= {n: local_model.buffers.owning_stage(n, among) for n, among in users.items() if n in names}
+        tensors = {**self._tensors.parameters(), **self._tensors.buffers()}
+        with local_model.shards.full_parameters():
+            parts = (
+                (n, tensors[n].detach() if self._replica == 0 and stages[n] == local_model.stage else None)
+                for n in names
+            )
+            return self._sum_parts(parts)
+
+    def gradients(self, names: Iterable[str], *, present: bool = False) -> dict[str, Tensor | None]:
         """Return full gradients of parameters on every worker's CPU; None for a parameter without a gradient.
 
         Args:
             names: canonical names of parameters, the same on every worker.
+            present: whether all of them are known to have a gradient somewhere.
         """
         local_model, shards = self._local_model, self._local_model.shards
         names, parameters, parts = list(names), self._tensors.parameters(), dict[str, Tensor]()
@@ -155,8 +182,8 @@ class FullTensors:
         if local_model.transport.size == 1:
             return {name: parts[name].to("cpu", copy=True) if name in parts else None for name in names}
         # Only the union of names is summed: a gradient that is missing everywhere is None, not zeros.
-        found_names = set().union(*local_model.transport.all_gather_object(list(parts)))
-        full = self._sum_parts((name, parts.get(name)) for name in names if name in found_names)
+        present_names = names if present else set().union(*local_model.transport.all_gather_object(list(parts)))
+        full = self._sum_parts((name, parts.get(name)) for name in names if name in present_names)
         return {name: full.get(name) for name in names}
 
     def _sum_parts(self, parts: Iterable[tuple[str, Tensor | None]]) -> dict[str, Tensor]:

@@ -146,7 +146,7 @@ class AsynchronousExecutor(Executor):
         spans = list[TimedSpan]()
         self.run_step(number, spans)
         self.store_buffers()
-        # Two steps later the receivers have come by their messages: nobody waits for them any more.
+        # Two steps later the receivers have got their messages, and these sends need no waiting.
         pipeline.release(2 + pipeline.delay)
         state.spans = spans
         return state

@@ -112,7 +112,6 @@ def bind_program(
         reducers={stage: reducer for stage, (_, reducer) in bound.items() if reducer is not None},
         mesh=mesh,
         is_replica_local=replica_local,
-        straggler=plan.slow.get(program.rank),
         batch_statistics=counts or None,
         per_sample=plan.per_sample,
         running_statistics=RunningStatistics.of_program(program) if trains else None,

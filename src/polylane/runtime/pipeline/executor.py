@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -16,7 +15,6 @@ from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_
 from polylane.errors import INTERRUPTIONS, OTHERS_FAILED, ActionFailed
 from polylane.graph.batch import split_bounds
 from polylane.graph.nodes.sample_slice import SampleSlice
-from polylane.plan.straggler import Straggler
 from polylane.program.program import Program
 from polylane.program.waits import SEND_DEPTH, receive_horizons, waiting_microbatches
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
@@ -24,7 +22,6 @@ from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, ru
 from polylane.runtime.pipeline.running_statistics import Kept, RunningStatistics
 from polylane.runtime.pipeline.sample_witness import WitnessedCall, check_calls, gather_flat, is_witnessed
 from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_node
-from polylane.runtime.span_clock import Mark
 from polylane.runtime.step_result import PendingSend, SendKey, StepState
 from polylane.runtime.sync.all_reduce import AllReducer, launch_zeros
 from polylane.runtime.tensor_parallel import WorkerMesh
@@ -47,7 +44,6 @@ class Executor:
         reducers: sum gradients over the ranks of each bucket, by the stage whose last backward pass completes them.
         mesh: axes along which operators are sharded; the loss of its first worker counts, the others compute the same.
         is_replica_local: whether the replica takes steps of its own: gradients are those of its own samples' mean.
-        straggler: makes this rank slower than it is; None: it is not slowed down.
         batch_statistics: statistics of the whole batch that this stage's operators need; None: there are none.
         per_sample: modules that treat each sample by itself, as the plan says; their calls are checked.
         running_statistics: moved at the end of a step, where replicas take turns; None: in the passes.
@@ -62,14 +58,13 @@ class Executor:
     reducers: Mapping[int, AllReducer]
     mesh: WorkerMesh
     is_replica_local: bool
-    straggler: Straggler | None
     batch_statistics: BatchStatistics | None
     per_sample: Sequence[str]
     running_statistics: RunningStatistics | None = None
     anomalies: AnomalyDetector | None = None
 
     def __post_init__(self) -> None:
-        self._slowness, self.microbatches = 1.0, self.program.microbatches
+        self.microbatches = self.program.microbatches
         self._receive_horizon = receive_horizons(self.program.actions)
         self._until = waiting_microbatches(self.program)
         self._reducer_of = {bucket: reducer for reducer in self.reducers.values() for bucket in reducer.bucket_names}
@@ -138,7 +133,6 @@ class Executor:
         slices = {i: self._sample_slice(share, tables, step, seed, averaged) for i, share in counted.items()}
         # A replica in turn without a microbatch of this batch counts with the others all the same.
         parts = {i: part for i, part in self._add_batch_counts(batch, counted, slices).items() if i in shares}
-        self._slowness = 1.0 if self.straggler is None else self.straggler.factor_at(step, self.program.rank)
         witnessed = bool(self.per_sample) and not self._batch_is_sharded
         witnessed = witnessed and is_witnessed(self.program, step, len(shares), batch.samples, self.is_replica_local)
         calls: list[list[WitnessedCall]] = [[] for _ in self.runners] if witnessed else []
@@ -265,10 +259,8 @@ class Executor:
         start = waits.begin_action()
         if action.kind is ActionKind.FORWARD:
             self._forward(action, batch, state)
-            self._delay_straggler(action, start)
         elif action.kind in PASSES:
             self._backward(action, state)
-            self._delay_straggler(action, start)
         elif action.kind is ActionKind.SEND:
             self._send(action, state)
         elif action.kind is ActionKind.RECEIVE:
@@ -287,12 +279,6 @@ class Executor:
             finish(state)
             waits.bytes += self.transport.counters.given - start_bytes
         state.spans.append(waits.make_span(self.program.rank, action, start))
-
-    def _delay_straggler(self, action: Action, start: Mark) -> None:
-        """Sleep until a pass that began at ``start`` has taken as long as on a slower worker."""
-        if self._slowness > 1:
-            span = self.mesh.waits.make_span(self.program.rank, action, start).resolve()
-            time.sleep(max(0.0, span.end - span.start - span.waited) * (self._slowness - 1))
 
     def _forward(self, action: Action, batch: Batch, state: StepState) -> None:
         i = action.microbatch
@@ -314,9 +300,11 @@ class Executor:
             state.values.setdefault((reader, i), {})[name] = value.detach()
         # Padding samples are excluded from the loss, even if it is NaN.
         if live.loss and share.weight and self.mesh.is_first:
+            parts = self.program.partition.graph.loss_parts
+            state.outputs[i] = tuple(output.detach() for output in live.loss[parts:])
             total = live.loss[0].detach().double()  # so that a printed loss is the one device's to the last digit
             # A scalar mean counts for as many samples as it was taken over; a Mean brings its own count.
-            mean = len(live.loss) == 1
+            mean = parts == 1
             state.loss_totals.append(total * part.samples if mean else total)
             state.loss_counts.append(part.samples if mean else live.loss[1].detach())
 
@@ -329,7 +317,7 @@ class Executor:
             return
         if runner.code.has_loss:
             part = state.sample_slices[i]
-            mean = len(runner.live_microbatches[state.first_pass + i].loss) == 1
+            mean = self.program.partition.graph.loss_is_mean
             # Filled on the device: a copy from the host would wait for all kernels before it.
             share = part.weight * (part.samples if mean else 1) / state.samples_in_mean
             seed = torch.full((), share, device=runner.device, dtype=torch.float64)

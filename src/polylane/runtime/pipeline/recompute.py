@@ -5,9 +5,9 @@ Recomputation in Large Transformer Models", 2022. Which tensors are dropped is a
 model; autograd's graph of the forward pass stays as it is:
 
     forward     a call that makes or reads a dropped value saves handles in place of tensors: which node made the value,
-                and how the tensor lies in its memory. The memory is freed after the value's last use.
+                and the offset and strides in its memory. The memory is freed after the value's last use.
     backward    when autograd asks for a handle's tensor, the piece of the graph that it belongs to (dropped nodes that
-                feed each other) runs again from what was kept. Its results lie in the handles, so that autograd frees
+                feed each other) runs again from what was kept. The handles get its results, so that autograd frees
                 each of them with the node that saved it.
 """
 
@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from polylane.graph.capture.repeatable import DroppedTensors, repeatable_nodes
 from polylane.graph.graph import Node
+from polylane.graph.nodes.memory import storage_id
 from polylane.runtime.pipeline.recomputed_pieces import Piece, cut_pieces, list_tensors, map_tensors
 
 Pack = Callable[[Tensor], Any]
@@ -32,7 +33,7 @@ Unpack = Callable[[Any], Tensor]
 
 
 class _Origin(NamedTuple):
-    """The dropped value in whose memory a tensor lies.
+    """The dropped value whose memory a tensor uses.
 
     Attributes:
         node: name of the fx node that made it.
@@ -328,7 +329,7 @@ class _WatchedForward:
         return handle.record.tensor_of(handle) if isinstance(handle, DroppedTensor) else self.owner.unpack(handle)
 
     def _note_origins(self, record: MicrobatchRecord, result: Any, known_origins: dict[int, _Origin | None]) -> None:
-        """Note in whose memory the results lie: that of a dropped value, or memory that is dropped here."""
+        """Record whose memory the results use: that of a dropped value, or memory that is dropped here."""
         new_origins: dict[int, _Origin] = {}
         for index, tensor in enumerate(list_tensors(result)):
             if tensor.layout is not torch.strided:
@@ -344,7 +345,7 @@ class _WatchedForward:
 
 
 def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -1
+    return storage_id(tensor) if tensor.layout is torch.strided else -1
 
 
 def _find_reads(node: fx.Node) -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from polylane.graph.capture.repeatable import without_effect
+from polylane.graph.nodes.memory import storage_id
 from polylane.runtime.pipeline.generated_code import GeneratedCode, generate_code
 
 # By fx node: for each tensor among its arguments, whether it required a gradient in the forward pass.
@@ -49,13 +50,13 @@ class Piece:
 
 
 def cut_pieces(graph: fx.Graph, dropped: Set[str], values: Set[str], inner: Set[str]) -> tuple[Piece, ...]:
-    """Cut out of a stage's code what must run again: dropped nodes that are asked for, and those that feed them.
+    """Cut out of a stage's code what must run again: requested dropped nodes, and those that feed them.
 
     Args:
         graph: the code of the stage, as one rank runs it.
         dropped: names of all nodes whose results are dropped.
-        values: names of the nodes whose results are asked for.
-        inner: names of those of which is asked for what they save besides.
+        values: names of the nodes whose results are wanted.
+        inner: names of those of which the tensors that autograd saves inside are wanted.
     """
     repeated_names = set(values) | set(inner)
     wired = nx.Graph()
@@ -134,12 +135,12 @@ class _SavingCall:
         flags, inputs, saved = iter(self.flags), set[int](), list[Tensor]()
 
         def open_gradient(tensor: Tensor) -> Tensor:
-            inputs.add(int(tensor.untyped_storage()._cdata))
+            inputs.add(storage_id(tensor))
             return tensor.detach().requires_grad_(next(flags))
 
         def pack(tensor: Tensor) -> None:
             strided = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
-            if strided and int(tensor.untyped_storage()._cdata) not in inputs:
+            if strided and storage_id(tensor) not in inputs:
                 saved.append(tensor.detach())
 
         args, kwargs = map_tensors(open_gradient, args), map_tensors(open_gradient, kwargs)

@@ -173,7 +173,7 @@ class StageRunner:
         pass saved, only what the second half needs is kept.
 
         Args:
-            microbatch: number of a microbatch whose forward pass was told that its backward will be halved.
+            microbatch: number of a microbatch whose forward pass was run for a backward pass in two halves.
             gradients: gradients of the stage's results by name, as for :meth:`backward`.
             seed: gradient of the loss on the last stage; None on the others.
         """

@@ -120,7 +120,7 @@ class DeferredGradients:
         """Return the ``.grad`` to which a product may add a weight's gradient at once; None where autograd must do it.
 
         A product that adds to memory takes a quarter less time than one that is then added. It must be all of the
-        parameter's gradient in this pass, and nobody may wait for it: hooks are run by autograd alone.
+        parameter's gradient in this pass, and without hooks, which autograd alone runs.
         """
         slot = call.slots[0]
         value, group = self.values[slot], self.groups[slot]

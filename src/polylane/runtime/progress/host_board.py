@@ -1,10 +1,10 @@
 """Host board: the posts of all hosts' watching processes, in the store over which torchrun's agents met.
 
 Every host has a place on the board. A thread writes what this host says into its place, reads the places of others, and
-does nothing else: the store may take for ever to answer, and then that is what the watch is told.
+does nothing else: the store may take for ever to answer, and the watch is then told just that.
 
     the host that judges     reads all places
-    any other host           reads those of the hosts before it, down to the first one that is heard: that one judges
+    any other host           reads those of the hosts before it, down to the first one that answers: that one judges
 
 So each host reads one place, mostly. The host with the lowest number judges; if it is silent, the next one does.
 """
@@ -23,8 +23,8 @@ from polylane.diagnosis.host_post import HostPost
 PERIOD_SECONDS = 1.0  # between two posts while all goes on
 HURRY_SECONDS = 0.2  # between two posts while something stands still
 GAP_SECONDS = 3.0  # of a longer time between two answers of the store it is not known whether hosts were silent
-CONNECT_SECONDS = 30.0
-RETRY_SECONDS = 2.0
+CONNECT_SECONDS = 30.0  # for the store to accept the connection, and then for each of its answers
+RETRY_SECONDS = 2.0  # between two connections with a store that has failed: a host that starts again needs some
 
 
 class BoardStore(Protocol):
@@ -79,7 +79,7 @@ class Board:
 
     def connect(self) -> BoardStore:
         """Connect with the store."""
-        from torch._C._distributed_c10d import PrefixStore, TCPStore
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
         timeout = timedelta(seconds=CONNECT_SECONDS)
         return PrefixStore(self.name, TCPStore(self.address, self.port, None, False, timeout))  # type: ignore[return-value]
@@ -87,7 +87,7 @@ class Board:
 
 @dataclass(frozen=True)
 class Heard:
-    """What is heard of the other hosts.
+    """What the other hosts have last published.
 
     Attributes:
         judge: number of the host that judges.
@@ -151,7 +151,7 @@ class HostBoard:
         self._thread.join(seconds)
 
     def heard(self) -> Heard:
-        """Return what is heard of the other hosts."""
+        """Return what the other hosts have last published."""
         with self._lock:
             silences = {host: self._answered_at - at for host, at in self._heard_at.items()}
             unanswered = time.monotonic() - self._answered_at
@@ -218,6 +218,8 @@ class HostBoard:
                 self._heard_at.setdefault(host, now)
             self._judge = next(host for host in range(self._board.own + 1) if self._may_judge(host, now))
 
+    # A host whose own workers wait for those of another one cannot tell a dead link between the two from a rank that is
+    # late there, nor see calls that differ: one that reads all posts must be left to judge when the first is gone.
     def _may_judge(self, host: int, now: float) -> bool:
         if host == self._board.own:
             return True

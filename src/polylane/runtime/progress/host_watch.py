@@ -7,7 +7,7 @@ The first worker of a host forks it before it has threads or connections, and te
     worker 0 of the host        cards ─▶ watch        opens /proc/PID/fd/N, looks; of several hosts: joins their board
     worker 0 of the host        end ───▶ watch        exits; also where the pipe closes, since the worker died
 
-A worker that hangs is killed, whereupon torchrun ends the others, and starts all again if it was told to. A host is
+A worker that hangs is killed, whereupon torchrun ends the others, and starts all again if restarts are left. A host is
 what one agent of torchrun has started: two agents on one machine are two hosts, whatever the machine is called.
 """
 
@@ -121,7 +121,7 @@ def identify_host() -> tuple[str, str, str]:
 
 
 def make_orders(cards: Sequence[Sequence[Any]], rank: int) -> dict[str, Any]:
-    """Return what the watching process of a host is told.
+    """Return the orders for the watching process of a host.
 
     Args:
         cards: by rank, identity, name and number of its host, a random name, its process and the descriptors there.

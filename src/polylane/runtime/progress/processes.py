@@ -22,7 +22,7 @@ def read_state(pid: int) -> str:
         text = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
         return "" if Path("/proc/self/stat").exists() else "S"
-    except OSError:
+    except OSError:  # it ended while it was read
         return ""
     return text.rpartition(")")[2].split()[0]
 

@@ -1,4 +1,4 @@
-"""Collective calls of a script, on the worker's page; and how a worker is told that another one makes other calls.
+"""Collective calls of a script, on the worker's page; and how a worker learns that another one makes other calls.
 
 a call begins      its number, method and line of the user's go on the page, where the watch compares them
 calls differ       the watch writes a sentence on the page of every worker (diagnosis/call_order.py)
@@ -36,7 +36,7 @@ from polylane.diagnosis.page_layout import (
     write_call,
 )
 from polylane.diagnosis.stacks import COLLECTIVES, Frame
-from polylane.errors import CallsDiffer, PolylaneError, WorkerHung
+from polylane.errors import CallsDiffer, PeerLost, PolylaneError, WorkerHung
 from polylane.faults import explain_fault
 
 P = ParamSpec("P")
@@ -179,6 +179,8 @@ def collective(name: str) -> Callable[[Callable[Concatenate[W, P], R]], Callable
                 result = method(self, *args, **kwargs)
                 has_failed = False
                 return result
+            except PeerLost as error:  # perhaps it has only left the script
+                raise error if calls is None or not is_begun else calls.explain(error) from None
             except Exception as error:
                 if (fault := explain_fault(error, f"{name}({find_user_line()})")) is None:
                     raise

@@ -2,7 +2,7 @@
 
 It is that of :mod:`.host_watch`, but for its start and its end. A script may have threads, connections and accelerators
 by then, which a fork would share: so the first worker of each host starts ``python -m`` of this module, which imports
-no torch. And nobody but the script is there to be told: a worker that loses one that was ended for a hang raises
+no torch. Only the script can handle an error: a worker that loses one that was ended for a hang raises
 WorkerHung.
 """
 

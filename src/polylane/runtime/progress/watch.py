@@ -28,8 +28,8 @@ from polylane.runtime.progress_page import ProgressMemory
 
 OnHang = Literal["stop", "restart", "wait"]
 
-LOOK_SECONDS = 0.25
-TELL_SECONDS = 1.0  # wait for the thread that is told of a hang, before the workers are killed
+LOOK_SECONDS = 0.25  # as often as workers write their beats: looking more often shows nothing new
+TELL_SECONDS = 1.0  # wait for the thread that handles a hang, before the workers are killed
 END_SECONDS = 3.0  # wait for a look at the workers to end: of a process that the system holds it may not
 
 
@@ -78,11 +78,11 @@ class HangWatch:
         while not self._ends.wait(LOOK_SECONDS):
             try:
                 self.look()
-            except BaseException as error:
+            except BaseException as error:  # raised in the main thread, by whoever looks there
                 self._found.append(error)
                 break
         if self._found and not self._is_told.wait(TELL_SECONDS) and not self._ends.is_set():
-            # Whoever would be told waits for a worker: its end ends that.
+            # The thread that would handle it waits for a worker: the end of that worker ends the waiting.
             for reader in self._observer.readers.values():
                 if (notes := reader.notes()) is not None:
                     with suppress(ProcessLookupError):

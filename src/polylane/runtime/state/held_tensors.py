@@ -1,4 +1,4 @@
-"""Held tensors: what one worker holds of a training's state, by names and shapes that no plan decides.
+"""Held tensors: what one worker holds of a training's state, by names and shapes that do not depend on the plan.
 
     name                                              what
     model/layers.0.weight                             a parameter or buffer
@@ -41,7 +41,8 @@ class Region:
     @cached_property
     def pieces(self) -> list[LocalPiece]:
         """The part as rectangles of the global tensor."""
-        if not math.prod(self.shape):  # one without elements, so that files have its name
+        # A tensor without elements has no rectangle, and would be in no file: its name has to be, for a resumed run.
+        if not math.prod(self.shape):
             everywhere = tuple(slice(0, n) for n in self.shape)
             return [LocalPiece(Rectangle((0,) * len(self.shape), self.shape), None, self.shape, everywhere)]
         return cut_pieces(self.box, self.span)
@@ -58,7 +59,7 @@ class Region:
 
     @property
     def label(self) -> str:
-        """Text that tells parts of one tensor apart; empty for the whole tensor."""
+        """Text that identifies this part among those of one tensor; empty for the whole tensor."""
         if self.is_whole:
             return ""
         ranges = ",".join("+".join(f"{start}:{stop}" for start, stop in dim_ranges) for dim_ranges in self.box)
@@ -95,6 +96,7 @@ class HeldTensor:
         """Return it as real numbers: of complex ones, which files do not have, pairs in a last dimension."""
         if not self.local.is_complex():
             return self
+        # A conjugate is a flag in torch, under which view_as_real is refused.
         pairs = torch.view_as_real(self.local.resolve_conj())
         return replace(self, region=self.region.with_last_dim(2), local=pairs, is_complex=True)
 

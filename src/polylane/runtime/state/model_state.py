@@ -62,6 +62,7 @@ def model_tensors(local_model: LocalModel) -> Iterator[HeldTensor]:
             continue
         region, part = parameter_region(local_model, name, tensor), local_model.shards.local_tensor(name, tensor)
         if part is not None:
+            # Under ZeRO 3 the parameter's own tensor is a placeholder, and the shard is a range of its elements.
             hidden = local_model.shards.keeps_only_shards and name in local_model.shards.buffer_of
             yield HeldTensor(
                 PREFIX + name, _cut_by_zero(local_model, name, region) if hidden else region, part.detach()
@@ -69,9 +70,9 @@ def model_tensors(local_model: LocalModel) -> Iterator[HeldTensor]:
 
 
 def speaks_for(local_model: LocalModel, name: str) -> bool:
-    """Return whether this worker's stage is the one that says what a parameter or buffer is.
+    """Return whether this worker's stage is the one that saves a parameter or buffer.
 
-    Of stages with the same tensor it is the lowest that has the current value; what is in no stage, the first says.
+    Of stages with the same tensor it is the lowest that has the current value; what is in no stage, rank 0 saves.
     """
     if name in local_model.owning_stages:
         return local_model.stage == min(local_model.owning_stages[name])
@@ -82,6 +83,7 @@ def speaks_for(local_model: LocalModel, name: str) -> bool:
 
 def state_dict_names(local_model: LocalModel) -> dict[str, str]:
     """Return, by the names of the model's ``state_dict``, the global names of the tensors that hold their values."""
+    # One entry per name, although several names may be one tensor: a loaded model must find all of them.
     tied = dict[str, str]()
     for partition in local_model.prepared.partitions.values():
         tied |= partition.graph.tied
@@ -91,4 +93,11 @@ def state_dict_names(local_model: LocalModel) -> dict[str, str]:
     first_names = {id(tensor): name for name, tensor in reversed(list(model.named_parameters(remove_duplicate=False)))}
     shared = {name: first_names[id(t)] for name, t in model.named_parameters(remove_duplicate=False)}
     names = {name: tied.get(name, shared.get(name, name)) for name in model.state_dict(keep_vars=True)}
-    return {name: PREFIX + global_name for name, global_name in names.items() if global_name in known_names}
+    known = {name: PREFIX + global_name for name, global_name in names.items() if global_name in known_names}
+    return {name_weight(model, name): global_name for name, global_name in known.items()}
+
+
+def name_weight(model: nn.Module, name: str) -> str:
+    """Return the name of a weight in the user's model, which may be one of several that are trained as one."""
+    rename = getattr(model, "name_weight", None)
+    return name if rename is None else str(rename(name))

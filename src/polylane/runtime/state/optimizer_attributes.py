@@ -46,7 +46,7 @@ Parts = Mapping[str, OptimizedPart]
 
 
 class _Owners:
-    """To which parameters the values belong that an optimizer keeps.
+    """Finds the parameter that a value belongs to which an optimizer keeps.
 
     Args:
         optimizer: an optimizer on this worker.
@@ -84,6 +84,7 @@ class _Owners:
         return self._align(values, self.order) or (matches[0] if len(matches) == 1 else [])
 
     def _align(self, values: Sequence[Any], names: list[str]) -> list[str]:
+        # Some optimizers list only what they have updated: the parameters with a gradient.
         moved = [name for name in names if self.parts[name].parameter.grad is not None]
         matches = (
             candidate
@@ -117,13 +118,13 @@ def collect_attributes(
         optimizer: the user's optimizer on this worker.
         names: names of all parameters, by id.
         parts: what it steps on, by the parameter's canonical name.
-        speaks_for: whether this worker saves what belongs to a parameter; of "", what belongs to none.
+        speaks_for: whether this worker saves what belongs to a parameter, by its name; "" for what belongs to none.
         is_whole: whether it steps on all parameters of the objective, each of them whole.
         variant: ending of names for state that is one replica's own.
 
     Raises:
-        PolylaneError: no file can hold a value; or workers have parts of the parameters, and it is not to be seen to
-            which of them it belongs.
+        PolylaneError: no file can hold a value; or workers have parts of the parameters, and it cannot be seen which
+            of them it belongs to.
     """
     state = WorkerState()
     for prefix, member in _places(objective, optimizer):
@@ -167,6 +168,7 @@ class _Collector:
             self.found.plain[self.prefix + path + self.variant] = node
 
     def add(self, value: Any, path: str, owner: str = "", depth: int = 1, group: int | None = None) -> None:
+        # A parameter in an attribute is the model's; an optimizer's own state is saved by parameter.
         if id(value) in self.known or id(value) in self.owners.names:
             return
         if isinstance(value, Tensor):
@@ -243,7 +245,8 @@ def restore_attributes(
     for prefix, member in _places(objective, optimizer):
         paths = {path.removeprefix(prefix).partition("@")[0] for path in plain if path.startswith(prefix)}
         restorer = _Restorer(prefix, variant, _Owners(member, names, parts), plain, fill, paths, type(member).__name__)
-        # What it has made in steps that the checkpoint does not have, it has not made yet.
+        # Attributes that a step creates are missing in a checkpoint from before that step: they are deleted, and the
+        # next step creates them again.
         for name, value in list(own_attributes(member)):
             tensors = [tensor for tensor in find_tensors(value) if id(tensor) not in names]
             if tensors and _EACH in paths and name not in restorer.read(_EACH):
@@ -350,6 +353,7 @@ class _Restorer:
             present.clear()
             present.extend(values)
             return present
+        # The same object where nothing changed: the user's code may compare it by identity.
         if isinstance(present, tuple) and len(present) == len(values) and all(map(is_, present, values)):
             return present
         kind = type(present) if isinstance(present, tuple) else _SEQUENCES_BY_NAME.get(node["kind"])

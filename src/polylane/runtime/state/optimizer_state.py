@@ -29,7 +29,7 @@ Fill = Callable[[str, Region, Tensor], None]
 
 @dataclass(frozen=True)
 class OptimizedPart:
-    """What an optimizer steps on of one parameter, and which part of the parameter that is."""
+    """The tensor that an optimizer updates for one parameter, and which part of the parameter it is."""
 
     parameter: nn.Parameter
     region: Region
@@ -69,6 +69,7 @@ def split_state(value: Any, path: str, part: OptimizedPart, variant: str, state:
         # What has the shape of all of a parameter is known by the parameter's name; else by the part that it is for.
         name = path + ("" if (is_alike or not value.dim()) else part.region.label) + variant
         state.add(name, region, value)
+        # Adam counts its steps on the CPU, also for parameters on a GPU: a resumed run puts it where it was.
         on_device = value.device == part.parameter.device
         return {TENSOR: [name, str(value.dtype), None if is_alike and value.dim() else list(value.shape), on_device]}
     if isinstance(value, Mapping):
@@ -107,6 +108,7 @@ def restore_optimizer(
     for name, part in parts.items():
         prefix = f"optimizer/{objective}/{name}"
         skeleton = find_variant(plain, prefix, variant)
+        # What the optimizer has computed for a trial, or before this load, must not stay where the checkpoint has none.
         optimizer.state.pop(part.parameter, None)
         if skeleton is not None:
             optimizer.state[part.parameter] = {
@@ -127,6 +129,7 @@ def join_state(value: Any, part: OptimizedPart, variant: str, fill: Fill, parame
     """Return the value of which :func:`split_state` has returned this, in the cut of this worker's part."""
     if isinstance(value, Mapping) and TENSOR in value:
         name, dtype, shape, on_device = value[TENSOR]
+        # Saved by one replica, perhaps, and read by another: the ending is that of the reader.
         name = name.partition("@")[0]
         device, kind = part.parameter.device if on_device else "cpu", getattr(torch, dtype.removeprefix("torch."))
         if shape is None:

@@ -59,6 +59,7 @@ def numpy_state(saved: Any) -> tuple[Any, ...]:
     import numpy
 
     kind, keys, position, *gauss_state = saved
+    # From the manifest, which people can edit: NumPy does not check what set_state is given.
     if kind != "MT19937" or len(keys) != 624 or type(position) is not int or not 0 <= position <= 624:
         raise PolylaneError("a state of NumPy's random generator has a place outside of its 624 numbers")
     return kind, numpy.array(keys, dtype="uint32"), position, *gauss_state

@@ -30,6 +30,7 @@ def collect_python_state(local_model: LocalModel, replica: int) -> dict[str, Any
     entries = dict[str, Any]()
     for written in _written_names(local_model.prepared):
         value = written.place.get()
+        # Only the stage that runs the call has the value of the last step: on others it is that of the capture.
         if local_model.stage not in written.stages or value is MISSING:
             continue
         if _is_plain(value):
@@ -140,6 +141,7 @@ def _is_plain(value: Any) -> bool:
 
 def _put(target: PythonName, value: Any) -> None:
     """Set a name; a container keeps its identity, since others may refer to it."""
+    # The module's own list may be another object's attribute as well, which must see the restored values.
     present: Any = target.get()
     if type(present) is not type(value) or type(value) not in (list, dict, set):
         target.put(value)

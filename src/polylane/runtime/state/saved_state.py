@@ -83,6 +83,7 @@ class SavedState:
         Raises:
             PolylaneError: the checkpoint does not have it, in another shape or dtype, or is damaged.
         """
+        # In this order: the replica's own value, one that all had, a mean of the replicas there were.
         common, _, variant = name.partition("@")
         variants = self._variants(common)
         if variant and self._replicas == len(variants):
@@ -121,6 +122,7 @@ class SavedState:
         return [variant for r in range(self._saved_replicas) if (variant := f"{name}@{r}") in tensors]
 
     def _sum(self, names: list[str], region: Region, local: Tensor) -> Tensor:
+        # In double precision: the mean of equal values must be that value, whatever their number.
         total = torch.zeros_like(local, dtype=torch.complex128 if local.is_complex() else torch.float64)
         for name in names:
             part = torch.empty_like(local)
@@ -150,6 +152,7 @@ class SavedState:
                 f"checkpoint {self._reader.folder}: has {name} in {kinds[saved.is_complex]} numbers, expected "
                 f"{kinds[target.is_complex]} ones: it is of another model"
             )
+        # Files are read into memory of the CPU; pieces of a vector are views of it, for which it must be contiguous.
         on_cpu = target.local if target.local.device.type == "cpu" else torch.empty_like(target.local, device="cpu")
         in_place = target.region.span is None or on_cpu.is_contiguous()
         filled = on_cpu if in_place else torch.empty(on_cpu.shape, dtype=on_cpu.dtype)

@@ -139,7 +139,7 @@ class GradientSync:
         return WorkerState()
 
     def restore_state(self, saved: SavedState, replica: int) -> None:
-        """Make this synchronization go on from a checkpoint, after weights and optimizers are restored.
+        """Resume this synchronization from a checkpoint, after weights and optimizers are restored.
 
         Args:
             saved: the checkpoint, as this worker reads it.

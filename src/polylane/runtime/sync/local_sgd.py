@@ -174,7 +174,7 @@ class LocalSgd(GradientSync):
             progress = saved.plain.get(f"local_sgd/{name}", {"steps": 0, "samples": []})
             objective_state.steps_taken = progress["steps"]
             objective_state.record_trained(n for n in progress.get("trained", ()) if n in objective_state.parameters)
-            # Where another number of replicas goes on from the mean of all, they are synchronized.
+            # Another number of replicas resumes from the mean of all, and so is synchronized.
             is_alike = len(progress["samples"]) == len(self._members)
             objective_state.samples_seen = list(progress["samples"]) if is_alike else []
             if objective_state.outer_optimizer is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -14,6 +14,7 @@ from polylane.compile.objectives import build_scheduler, named_parameters, needs
 from polylane.errors import PolylaneError
 from polylane.optim.trust import set_sum_over_holders
 from polylane.plan.plan import Plan
+from polylane.plan.sync import PowerSGDOptions, SyncOptions
 from polylane.runtime.connections.byte_counters import NORMS
 from polylane.runtime.connections.connections import replica_ranks
 from polylane.runtime.parameters.local_model import LocalModel
@@ -26,8 +27,13 @@ from polylane.runtime.parameters.optimizer import (
     step_scheduler,
 )
 from polylane.runtime.parameters.zero_shards import Shards
-from polylane.runtime.sync.compression.choose import choose_compressor
 from polylane.runtime.sync.compression.compressor import GradientCompressor
+from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
+from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor
+from polylane.runtime.sync.compression.top_k import TopKCompressor
+
+WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_REAL = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 
 @dataclass
@@ -68,21 +74,27 @@ class ObjectiveUpdate:
         if set_optimizer_mode(self.optimizer, training) and self.shards.flat_buffers:
             self.shards.gather_updated(self.full_parameters.keys())
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All local parameters and shards."""
+        return [*self.local_parameters.values(), *self.full_parameters.values()]
+
     def zero_grad(self) -> None:
         """Set the gradients of all local parameters and shards to None."""
-        for parameter in (*self.local_parameters.values(), *self.full_parameters.values()):
+        for parameter in self.parameters:
             parameter.grad = None
 
-    def update_weights(self, samples: bool = True) -> None:
+    def update_weights(self, samples: bool = True, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Clip, step the optimizer and the scheduler, as one device does after its backward pass.
 
         Args:
             samples: whether this replica had any samples in the batch; without any only the scheduler steps.
+            optimizer: the one that steps, of several that the objective has; default: all of them.
         """
         if samples:
             if self.clipper is not None:
                 self.clipper.clip_gradients()
-            step_optimizer(self.optimizer, self.step_key)
+            step_optimizer(optimizer or self.optimizer, self.step_key)
             # ZeRO-1 and -2: each replica updated its shard, the full parameters need all of them.
             if self.shards.flat_buffers:
                 self.shards.gather_updated(self.full_parameters.keys())
@@ -200,3 +212,32 @@ def _make_replica_sum(local_model: LocalModel) -> Callable[[Tensor], Tensor]:
         return total
 
     return sum_replica
+
+
+def choose_compressor(sync: SyncOptions, parameters: Mapping[str, Tensor]) -> GradientCompressor:
+    """Build a new gradient compressor for one objective on one worker.
+
+    Args:
+        sync: the plan's options of synchronization and compression.
+        parameters: parameters whose gradients are summed, by canonical name.
+
+    Raises:
+        PolylaneError: a gradient that the plan compresses is not of a real floating-point dtype.
+    """
+    if sync.wire == "same" and sync.compress is None:
+        return GradientCompressor()
+    _require_real("sync.wire" if sync.compress is None else "sync.compress", parameters)
+    if sync.compress is None:
+        return HalfPrecisionCompressor(WIRES[sync.wire])
+    if isinstance(sync.compress, PowerSGDOptions):
+        return PowerSGDCompressor(sync.compress.rank, sync.compress.start)
+    return TopKCompressor(sync.compress.fraction)
+
+
+def _require_real(key: str, parameters: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        if parameter.dtype not in _REAL:
+            raise PolylaneError(
+                f"{key} takes gradients of real floating-point numbers, and that of {name} is {parameter.dtype}: "
+                f"leave {key} out"
+            )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from polylane.runtime.transport.protocol import Transport
 
-ROUNDS = 11
+ROUNDS = 11  # odd, so that the median is one of them
 
 
 def measure_clock_offset(transport: Transport) -> float:
@@ -32,7 +32,7 @@ def _boot_identity() -> str:
     """Return an identifier of the running kernel: it differs between hosts, not between containers of a host."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
+    except OSError:  # a system other than Linux, or a sandbox without /proc
         import platform
 
         return platform.node()

@@ -296,7 +296,7 @@ def _run_tasks(tasks: SimpleQueue[_Task | None]) -> None:
         future, call, arguments = task
         try:
             call(*arguments)
-        except BaseException as error:
+        except BaseException as error:  # raised where the result is waited for; the thread serves the next task
             future.set_exception(error)
         else:
             future.set_result(None)

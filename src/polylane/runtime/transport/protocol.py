@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class OperationsDiffer(ValueError):
-    """Ranks began different operations, or of different tensors, where each should meet that of the others."""
+    """Ranks began different operations, or with tensors of different forms, and all must take part in the same one."""
 
 
 R = TypeVar("R")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from polylane.diagnosis.stacks import Frame
 from polylane.errors import ActionFailed, PeerLost, PolylaneError, WorkerFailed, format_value
 from polylane.faults import explain_fault
 from polylane.runtime.workers.out_of_memory import MemoryNeed, OutOfMemory, count_system_kills
@@ -63,7 +64,8 @@ class Failure:
         Args:
             rank: rank of the worker that raised.
             error: exception that ended the worker's function.
-            skip_frames: number of outermost frames of the launcher, which the traceback leaves out.
+            skip_frames: number of outermost frames of the launcher, which a traceback without a line of the user's
+                leaves out.
         """
         # Cleaning up after a failed action often fails as well: report the failure of the action.
         failed = next((link for link in reversed(_exception_chain(error)) if isinstance(link, ActionFailed)), None)
@@ -167,10 +169,22 @@ def _exception_chain(error: BaseException) -> list[BaseException]:
 
 
 def _format_traceback(error: BaseException, skip_frames: int) -> str:
-    frames: TracebackType | None = error.__traceback__
-    for _ in range(skip_frames):
-        frames = frames.tb_next if frames is not None else None
-    return "".join(traceback.format_exception(type(error), error, frames))
+    """Return a traceback that begins in the user's own code, or where no line of it is there, behind some frames."""
+    frames = _walk_frames(error.__traceback__)
+    begin = next((at for at, frame in enumerate(frames) if _is_users(frame)), min(skip_frames, len(frames)))
+    return "".join(traceback.format_exception(type(error), error, frames[begin] if begin < len(frames) else None))
+
+
+def _walk_frames(frame: TracebackType | None) -> list[TracebackType]:
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.tb_next
+    return frames
+
+
+def _is_users(frame: TracebackType) -> bool:
+    return Frame(frame.tb_frame.f_code.co_filename, 0, "").is_users
 
 
 def _pickle_error(error: PolylaneError) -> bytes:

@@ -1,8 +1,7 @@
 """File-based rendezvous of workers that one process of this host starts: a c10d FileStore that no other user can open.
 
 A store that listens on a port accepts everybody who can reach it, and on a host that is every user. Nothing listens
-here: the file is unnamed if the system supports that (forked workers inherit it), and otherwise in a folder of mode
-0700.
+here: the file is unnamed if the system supports that (workers inherit it), and otherwise in a folder of mode 0700.
 """
 
 from __future__ import annotations
@@ -14,12 +13,14 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from polylane.errors import PeerLost
+from polylane.runtime.nameless_file import open_nameless_file
 from polylane.runtime.plain_data.serialization import decode, encode
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between polls for another worker's value; backs off
@@ -42,29 +43,26 @@ class MeetingPlace:
 
     @classmethod
     def in_memory(cls) -> MeetingPlace:
-        """Make an unnamed file in memory, for workers that are forked; a folder if the system has no memfd or /proc."""
+        """Make an unnamed file in memory; a folder that only this user may enter if there is no memfd or /proc."""
+        if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
+            return cls.in_folder()
         try:
-            descriptor = os.memfd_create("polylane-store", os.MFD_CLOEXEC)
-        except (AttributeError, OSError):  # not Linux, or not allowed
+            descriptor = open_nameless_file("store")
+        except OSError:  # not allowed
             return cls.in_folder()
-        if not os.path.exists(f"/proc/self/fd/{descriptor}"):
-            os.close(descriptor)
-            return cls.in_folder()
-        os.fchmod(descriptor, 0o600)
-        # A forked worker has the same descriptor: this path opens the same file in its process.
-        return cls(f"/proc/self/fd/{descriptor}", secrets.token_bytes(32), descriptor)
+        return _open_descriptor(descriptor, secrets.token_bytes(32))
 
     @classmethod
     def in_folder(cls) -> MeetingPlace:
-        """Make a folder that only this user may enter, for workers that are new processes."""
+        """Make a folder that only this user may enter, where the system has no files without a name."""
         folder = tempfile.mkdtemp(prefix="polylane-")
         return cls(str(Path(folder) / "store"), secrets.token_bytes(32), None, folder)
 
-    @property
-    def folder(self) -> Path:
-        """Folder of the file; only for :meth:`in_folder`."""
-        assert self._folder is not None
-        return Path(self._folder)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle this for a process that multiprocessing starts, which gets the descriptor."""
+        if self._descriptor is None:
+            return MeetingPlace, (self.file, self.secret, None, self._folder)
+        return _open_descriptor, (DupFd(self._descriptor), self.secret)
 
     def remove_files(self) -> None:
         """Close the file, and remove its folder."""
@@ -72,6 +70,13 @@ class MeetingPlace:
             os.close(self._descriptor)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _open_descriptor(descriptor: Any, secret: bytes) -> MeetingPlace:
+    """Return the place whose file is open in this process, under a number or as multiprocessing hands it on."""
+    number = descriptor if isinstance(descriptor, int) else descriptor.detach()
+    # A forked worker has the same descriptor: this path opens the same file in its process.
+    return MeetingPlace(f"/proc/self/fd/{number}", secret, number)
 
 
 class FileStore:

@@ -9,20 +9,20 @@ from pathlib import Path
 from polylane.parent_death import die_with_parent
 from polylane.runtime.workers.stop_request import STOP_SIGNALS, StopRequest, handle_in_worker
 
-# Blocked while workers are forked or ended, so that none is forgotten.
+# Blocked in this thread while workers are started or ended. Another thread may still receive one, whose handler Python
+# runs in the main thread: a worker that is added later gets the request then.
 INTERRUPTS = frozenset((signal.SIGINT, signal.SIGALRM, *STOP_SIGNALS))  # SIGALRM: the end of a grace
 
 
-def tie_to_parent(parent: int, stop: StopRequest | None = None, under_agent: bool = False) -> None:
+def tie_to_parent(parent: int, stop: StopRequest | None = None) -> None:
     """Tie this process to its parent: killed when that dies (on Linux), ignoring Ctrl-C; see also `handle_in_worker`.
 
     Args:
         parent: process id of the process that started this one.
-        stop: the request that both share; None: a stop signal ends this process.
-        under_agent: whether the parent is torch's agent.
+        stop: the request that both follow; None: a stop signal ends this process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    handle_in_worker(stop or StopRequest(), parent, under_agent)
+    handle_in_worker(stop or StopRequest(), parent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
     die_with_parent(parent)
 
@@ -37,17 +37,18 @@ def tie_to_agent() -> int | None:
         The process id of the agent; None for a process that none has started.
     """
     leader = os.getsid(0)
-    agent = os.getppid() if leader == os.getpid() else _parent_of(leader)
-    if "TORCHELASTIC_RUN_ID" not in os.environ or agent is None or agent <= 1:
+    status = read_status(leader)  # its second field is the parent
+    agent = os.getppid() if leader == os.getpid() else int(status[1]) if status else 0
+    if "TORCHELASTIC_RUN_ID" not in os.environ or agent <= 1:
         return None
     if leader == os.getpid():
         die_with_parent(agent)
     return agent
 
 
-def _parent_of(pid: int) -> int | None:
-    """Return the process id of a process's parent; None where it cannot be read."""
+def read_status(pid: int) -> list[str]:
+    """Return the fields of a process in /proc from its state on; empty where there are none."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, IndexError, ValueError):
-        return None
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,4 +1,4 @@
-"""Stop request: a signal that asks a training to end, as one byte of shared memory that every worker polls.
+"""Stop request: a signal that asks a training to end, as a number that every worker polls.
 
     what arrives               without checkpoints          with checkpoints
     one of STOP_SIGNALS        the run ends at once         a request: the workers save, and end within the grace
@@ -6,20 +6,19 @@
     a second one               -                            the run ends at once
     the grace is over          -                            the run ends at once
 
-Who receives the signal depends on the launcher. Workers that a process of this host started are told by that process,
-through memory that they share with it; of torchrun's workers each has a handler of its own (:mod:`.torchrun_worker`).
+Who receives the signal depends on the launcher. Workers that a process of this host started get its number from that
+process, over their lifelines (:mod:`.started_worker`); of torchrun's workers each has a handler of its own
+(:mod:`.torchrun_worker`).
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -87,59 +86,48 @@ def is_second(number: int, seconds: float) -> bool:
 
 
 class StopRequest:
-    """Whether a signal asked this training to end, seen by every worker of it.
+    """Whether a signal asked this training to end, known to every worker of it.
 
     Args:
-        page: a byte of memory that the processes share; None: a new one, shared with processes that are forked later.
-
-    Attributes:
         waits_for_save: whether a first signal waits for a checkpoint, because the training saves some. Otherwise
             nobody needs to poll: the run ends at once.
+
+    Attributes:
+        number: the signal that asked; 0 for none.
     """
 
-    def __init__(self, page: mmap.mmap | None = None, waits_for_save: bool = False) -> None:
-        self._page = mmap.mmap(-1, 1) if page is None else page
-        self.waits_for_save = waits_for_save
-
-    @classmethod
-    def in_file(cls, path: Path, waits_for_save: bool = False) -> StopRequest:
-        """Open the request that another process shares through a file.
-
-        Args:
-            path: path of the file.
-            waits_for_save: as in the other process.
-        """
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            return cls(mmap.mmap(descriptor, 1), waits_for_save)
-        finally:
-            os.close(descriptor)
-
-    def move_to_file(self, path: Path) -> None:
-        """Share this request through a new file, for processes that are not forked from this one.
-
-        Args:
-            path: path of the file, in a folder that no other user may enter.
-        """
-        path.write_bytes(self._page[:1])
-        self._page = self.in_file(path)._page
+    def __init__(self, waits_for_save: bool = False) -> None:
+        self.number, self.waits_for_save = 0, waits_for_save
+        self._lifelines: list[int] = []
 
     def is_set(self) -> bool:
-        """Return whether the training was asked to end. It costs a tenth of a microsecond: poll it after every step."""
-        return self._page[0] != 0
-
-    @property
-    def number(self) -> int:
-        """The signal that asked; 0 for none."""
-        return self._page[0]
+        """Return whether the training was asked to end; poll it after every step."""
+        return self.number != 0
 
     def set(self, number: int) -> None:
-        """Ask all workers that share the memory to end.
+        """Ask this process and all workers that it has started to end; may be called in a signal handler.
 
         Args:
             number: the signal that asked for it.
         """
-        self._page[0] = number
+        self.number = number
+        for lifeline in self._lifelines:
+            with suppress(OSError):  # the worker has ended
+                os.write(lifeline, bytes([number]))
+
+    def add_worker(self, lifeline: int) -> None:
+        """Pass this request on to a worker: at once if it is set by now, since the worker may have been started before.
+
+        Args:
+            lifeline: file descriptor of a pipe to the worker.
+        """
+        self._lifelines.append(lifeline)
+        if self.number:
+            self.set(self.number)
+
+    def forget_workers(self) -> None:
+        """Pass nothing on any more: the workers have ended, or this is one of them."""
+        self._lifelines.clear()
 
 
 class LauncherSignals:
@@ -203,21 +191,19 @@ class LauncherSignals:
             raise Stopped(self._stop.number, f"no checkpoint was complete within {self._grace:g} s (--grace)")
 
 
-def handle_in_worker(stop: StopRequest, launcher: int, under_agent: bool = False) -> None:
+def handle_in_worker(stop: StopRequest, launcher: int) -> None:
     """Set the stop signals of a worker that another process started, whatever handlers it inherited.
 
     Where checkpoints are saved, a worker that gets one (a batch system signals every process of a job) passes it on to
     its launcher, and lives on until that has decided. Otherwise the signal ends it.
 
     Args:
-        stop: the request that the job's processes share.
+        stop: the request that the job's processes follow.
         launcher: process id of the process that started this one.
-        under_agent: whether the launcher is torch's agent, which ends workers by SIGTERM and kills them soon after:
-            that is nothing to pass on.
     """
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        if not (stop.is_set() or (under_agent and number == signal.SIGTERM)):
+        if not stop.is_set():
             os.kill(launcher, number)
 
     for number in list_heeded():

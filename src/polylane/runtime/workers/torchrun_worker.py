@@ -16,13 +16,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polylane.output import say_at_once
-from polylane.runtime.workers.parent_tie import tie_to_agent
+from polylane.runtime.workers.launch_environment import Launch, is_first_of_host
+from polylane.runtime.workers.parent_tie import read_status, tie_to_agent
 from polylane.runtime.workers.stop_request import (
     STOP_SIGNALS,
     Stopped,
@@ -46,15 +47,15 @@ class TorchrunWorker:
     """This process among the workers that torchrun's agent started on this host.
 
     Args:
+        launch: which worker this process is.
         stop: this worker's stop request.
         grace: seconds from a request to the end.
         explain_end: called with the signal that ends the run; returns what is said of it.
     """
 
-    def __init__(self, stop: StopRequest, grace: float, explain_end: Callable[[int], str]) -> None:
-        self._stop, self._grace, self._explain_end = stop, grace, explain_end
-        self._rank = int(os.environ.get("RANK", "0"))
-        self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    def __init__(self, launch: Launch, stop: StopRequest, grace: float, explain_end: Callable[[int], str]) -> None:
+        self._launch, self._stop, self._grace, self._explain_end = launch, stop, grace, explain_end
+        self._rank, self._is_first_of_host = launch.rank, is_first_of_host()
         self._store: Store | None = None
         self._peers: dict[int, int] = {}  # file descriptor of a living peer's process -> its rank
         self._dead: dict[int, int | None] = {}  # rank -> exit code, None where it is not known
@@ -71,26 +72,27 @@ class TorchrunWorker:
         self._is_closed = False
         self._kills_before = 0
 
-    def start(self) -> None:
-        """Handle signals from now on, and tie this worker to its agent; call it before anything takes long."""
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Context manager: handle signals, and tie this worker to its agent; open it before anything takes long."""
         os.set_blocking(self._woken, False)
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
-        heeded = (*list_heeded(), signal.SIGINT)
         # The thread is told by the wake-up descriptor.
-        self._before = {number: signal.signal(number, lambda number, frame: None) for number in heeded}
+        heeded = (*list_heeded(), signal.SIGINT)
+        handlers = {number: signal.signal(number, lambda number, frame: None) for number in heeded}
         os.register_at_fork(after_in_child=_restore_signals)
         self._tie_to_agent()
-        self._thread = threading.Thread(target=self._watch, name="polylane-torchrun", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Handle signals no more: as before :meth:`start`."""
-        signal.set_wakeup_fd(-1)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._is_closed = True
-        os.write(self._woken, b"\0")
-        self._thread.join()
+        thread = threading.Thread(target=self._watch, name="polylane-torchrun", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(-1)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            self._is_closed = True
+            os.write(self._woken, b"\0")
+            thread.join()
 
     def _tie_to_agent(self) -> None:
         if (agent := tie_to_agent()) is None:
@@ -151,7 +153,7 @@ class TorchrunWorker:
         with self._naming:
             if self._loss and not (self._has_named or self._has_peer_failed() or self._has_anyone_reported()):
                 self._has_named = True
-                if self._local_rank == 0:
+                if self._is_first_of_host:
                     say_at_once(f"worker {self._rank} lost a worker of another host: {self._loss}")
             return bool(self._loss)
 
@@ -175,7 +177,7 @@ class TorchrunWorker:
         """Return whether a worker of this host has ended otherwise than well, or as a signal told it."""
         if self._store is None:  # nobody has met: the agent's other children are all that can be seen
             living = 0 if self._agent is None else len(_children_of(self._agent_pid))
-            return 0 < living < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            return 0 < living < self._launch.local_size
         return any(code is None or (code != 0 and code - 128 not in HANDLED) for code in self._dead.values())
 
     def _is_silent(self, rank: int, code: int | None) -> bool:
@@ -193,7 +195,7 @@ class TorchrunWorker:
 
     def _end(self, number: int, reason: str = "") -> None:
         """End this process at once, by a signal that it was sent."""
-        if self._local_rank == 0:
+        if self._is_first_of_host:
             say_at_once(str(Stopped(number, reason or self._explain_end(number))))
         else:
             time.sleep(LINGER_SECONDS)
@@ -251,7 +253,7 @@ class TorchrunWorker:
         elif self._requested_at is None:
             self._requested_at = received_at
             self._stop.set(number)
-            if self._local_rank == 0:
+            if self._is_first_of_host:
                 say_at_once(describe_request(number, self._grace))
         elif is_second(number, received_at - self._requested_at):
             self._end(number)
@@ -260,7 +262,7 @@ class TorchrunWorker:
 def identify_launch() -> str:
     """Return what all attempts of one start of torchrun's agent have in common; empty for other workers."""
     run = os.environ.get("TORCHELASTIC_RUN_ID")
-    started = _read_status(os.getppid())  # its 20th field is the time, so that a later process of this id is another
+    started = read_status(os.getppid())  # its 20th field is the time, so that a later process of this id is another
     return f"{run} {os.getppid()} {started[19] if len(started) > 19 else ''}" if run else ""
 
 
@@ -274,20 +276,12 @@ def _children_of(pid: int) -> list[int]:
     """Return the process ids of the living children of a process; none where they cannot be read."""
     lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     children = [int(child) for fields in lists for child in fields]
-    return [child for child in children if _read_status(child)[:1] not in ([], ["Z"])]
+    return [child for child in children if read_status(child)[:1] not in ([], ["Z"])]
 
 
 def _exit_code(pid: int) -> int | None:
     """Return how a process ended that its parent has not waited for yet, as ``Popen.returncode``; None if unknown."""
-    fields = _read_status(pid)
+    fields = read_status(pid)
     if not fields or fields[0] not in "ZX":
         return None
     return os.waitstatus_to_exitcode(int(fields[-1]))
-
-
-def _read_status(pid: int) -> list[str]:
-    """Return the fields of a process in /proc from its state on; empty where there are none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []

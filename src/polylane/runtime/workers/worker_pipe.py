@@ -23,10 +23,24 @@ from polylane.runtime.workers.failure import Failure
 T = TypeVar("T")
 Listener = Callable[[int, dict[str, Any]], None]  # called with a worker's rank and the content of its message
 
-MESSAGE, RESULT, FAILURE = b"m", b"r", b"f"  # kinds of reports: each is sent as its kind, then its content
+MESSAGE, RESULT, FAILURE = b"m", b"r", b"f"  # kinds of reports
 
 _READ_BYTES = 1 << 20  # most bytes that are read at once
-_LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")  # of Connection.send_bytes; -1: the long one follows
+_HEADER = struct.Struct("!cQ")  # of a report: its kind, and the bytes of its content
+
+
+def write_report(pipe: Connection, kind: bytes, content: bytes | memoryview) -> None:
+    """Write a whole report, which may be larger than what the pipe holds.
+
+    Args:
+        pipe: write end of a worker's pipe.
+        kind: one of :data:`MESSAGE`, :data:`RESULT` and :data:`FAILURE`.
+        content: message, result or failure, encoded.
+    """
+    for part in (_HEADER.pack(kind, len(content)), content):
+        unwritten = memoryview(part)
+        while unwritten:
+            unwritten = unwritten[os.write(pipe.fileno(), unwritten) :]
 
 
 @dataclass
@@ -61,23 +75,14 @@ class WorkerPipe(Generic[T]):
 
     def _take_reports(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield the kind and the content of each report that is whole, and forget its bytes."""
-        while (kind := self._find_message(0)) and (content := self._find_message(kind.stop)):
-            report = bytes(self._unread[kind]), bytes(self._unread[content])
-            del self._unread[: content.stop]
-            yield report
-
-    def _find_message(self, start: int) -> slice | None:
-        """Return where the bytes of the message are that begins at a position; None where it is not whole yet."""
-        at = start + _LENGTH.size
-        if len(self._unread) < at:
-            return None
-        (length,) = _LENGTH.unpack_from(self._unread, start)
-        if length == -1:
-            if len(self._unread) < at + _LONG_LENGTH.size:
-                return None
-            (length,) = _LONG_LENGTH.unpack_from(self._unread, at)
-            at += _LONG_LENGTH.size
-        return slice(at, at + length) if len(self._unread) >= at + length else None
+        while len(self._unread) >= _HEADER.size:
+            kind, length = _HEADER.unpack_from(self._unread)
+            end = _HEADER.size + length
+            if len(self._unread) < end:
+                return
+            content = bytes(self._unread[_HEADER.size : end])
+            del self._unread[:end]
+            yield kind, content
 
     def _take(self, kind: bytes, content: bytes, on_message: Listener | None) -> None:
         if kind == MESSAGE and on_message is not None:

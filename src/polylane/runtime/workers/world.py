@@ -20,6 +20,7 @@ from polylane.runtime.plain_data import plain_objects as objects
 from polylane.runtime.progress_page import UNWATCHED, Progress
 from polylane.runtime.workers.attempt import name_attempt
 from polylane.runtime.workers.file_store import FileStore
+from polylane.runtime.workers.launch_environment import Launch, read_number
 from polylane.runtime.workers.stop_request import StopRequest
 
 # A dead peer closes its connections, which is noticed at once. This bounds the wait for a live peer that never answers:
@@ -29,12 +30,6 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # name of the interface t
 
 # Environment variable with a secret that workers on several hosts share: a process without it is refused on connecting.
 SECRET = "POLYLANE_SECRET"
-
-# Environment by which torchrun's workers know their ranks and meet: a dataset may take a share of its samples by it.
-_OF_TORCHRUN = (
-    *(f"{of}{number}" for of in ("", "LOCAL_", "GROUP_", "ROLE_") for number in ("RANK", "WORLD_SIZE")),
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
-)
 
 _started: World | None = None  # this process's world, if another process of this host started it as a worker
 
@@ -94,7 +89,7 @@ class World:
     def join(cls, timeout: timedelta = TIMEOUT) -> World:
         """Join the other workers by torchrun's environment variables (RANK, WORLD_SIZE, MASTER_ADDR, ...).
 
-        Without RANK in the environment this worker is alone, and no process group is made. A process group that is
+        Without a launcher this worker is alone, and no process group is made. A process group that is
         already initialised is used unchanged. Makes the chosen device the current one. All workers take the same
         backend: NCCL if each has an accelerator of its own, else gloo.
 
@@ -105,23 +100,23 @@ class World:
             return replace(_started, is_joined=False)
         if dist.is_initialized():
             return cls._of_existing_group()
-        if "RANK" not in os.environ:
-            return cls(rank=0, size=1, local_rank=0, device=pick_device(0), backend=None)
-        rank, size = _read_environment("RANK"), _read_environment("WORLD_SIZE")
-        local_rank = _read_environment("LOCAL_RANK", default=rank)
-        device = pick_device(local_rank)
-        backend = _own_backend(device, _read_environment("LOCAL_WORLD_SIZE", default=1))
+        launch = Launch.of_process()
+        device = pick_device(launch.local_rank)
+        if not launch.is_worker:
+            return cls(rank=0, size=1, local_rank=0, device=device, backend=None)
+        backend = _own_backend(device, launch.local_size)
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
                 raise PolylaneError(f"RANK is set but {name} is not: start the workers with torchrun, or unset RANK")
-        store, rank, size = next(rendezvous("env://", rank, size, timeout=timeout))
+        store, rank, size = next(rendezvous("env://", launch.rank, launch.size, timeout=timeout))
         store.set_timeout(timeout)
         store = PrefixStore(name_attempt(PrefixStore("attempt", store), rank, size, timeout), store)
         backend = agree_on_backend(PrefixStore("backend", store), rank, size, backend, device)
         dist.init_process_group(
             backend, store=PrefixStore("default", store), rank=rank, world_size=size, timeout=timeout
         )
-        world = cls(rank, size, local_rank, device, backend, is_joined=True, store=PrefixStore("workers", store))
+        workers = PrefixStore("workers", store)
+        world = cls(rank, size, launch.local_rank, device, backend, is_joined=True, store=workers)
         atexit.register(world.leave)  # gloo's threads must not outlive the interpreter
         world.authenticate_group(dist.group.WORLD)
         return world
@@ -176,7 +171,7 @@ class World:
     def _of_existing_group(cls) -> World:
         """Build the world of a process group that the user's script made, on a device that the group supports."""
         rank, size = dist.get_rank(), dist.get_world_size()
-        local_rank = _read_environment("LOCAL_RANK", default=rank)
+        local_rank = read_number("LOCAL_RANK", default=rank)
         accelerator = accelerator_type()
         if accelerator is not None and _group_backend(accelerator) == backend_of_device(torch.device(accelerator)):
             device = pick_device(local_rank)
@@ -223,12 +218,6 @@ class World:
                 self.board.mark_left()
             _started = None
             _destroy_group()
-
-
-def hide_ranks() -> None:
-    """Remove from this process's environment what tells the user's code that it is one of several workers."""
-    for name in _OF_TORCHRUN:
-        os.environ.pop(name, None)
 
 
 def _destroy_group() -> None:
@@ -322,16 +311,3 @@ def _group_backend(device_type: str) -> str:
     parts = (part.partition(":") for part in dist.get_backend_config().split(","))
     backends = {device: backend for device, _, backend in parts}
     return backends.get(device_type, str(dist.get_backend()))
-
-
-def _read_environment(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name)
-    if text is None and default is not None:
-        return default
-    try:
-        return int(text or "")
-    except ValueError:
-        problem = "is not set" if text is None else f"is {text!r}, not a whole number"
-        raise PolylaneError(
-            f"RANK is set but {name} {problem}: start the workers with torchrun, or unset RANK"
-        ) from None

@@ -61,7 +61,7 @@ _KnownSettings = dict[tuple[Any, ...], tuple[State, ...] | None]
 # Proofs by function and arguments: a model calls the same function in every layer.
 _KNOWN: WeakKeyDictionary[FunctionCall, _KnownSettings] = WeakKeyDictionary()
 
-# Functions whose trace shows samples that meet, in an operator that a rule is known of.
+# Functions whose trace shows an operator with a known rule that combines samples.
 _JOINING: WeakSet[FunctionCall] = WeakSet()
 
 
@@ -93,7 +93,7 @@ def prove_function(node: fx.Node, step: OperatorNode, states: Sequence[State]) -
 
 
 def trace_joins_samples(node: fx.Node) -> bool:
-    """Return whether the trace of a custom autograd function has shown an operator at which its samples meet.
+    """Return whether the trace of a custom autograd function has shown an operator that combines its samples.
 
     Args:
         node: FX node of the user's own Python, for which :func:`prove_function` has proven nothing.

@@ -24,6 +24,7 @@ from polylane.graph.python_state.module_paths import is_inside
 from polylane.graph.symbolic_sizes import SymbolicSize, is_ragged
 from polylane.placement.operator_view import OperatorNode, TensorKey, view_operators
 from polylane.placement.placement import REPLICATE, Replicate, Shard
+from polylane.placement.rules.registry import UnfitStrategy
 from polylane.placement.strategy import OperatorCall
 from polylane.samples.interpretation.additivity import (
     IN_OTHER_ORDER,
@@ -132,7 +133,10 @@ class AbstractInterpreter(KnownStates):
         if any(power_of_size(size) is None for size in sizes):
             return None  # its values at two and four samples prove nothing for others
         # An in-place write of partial results is proven only by way of statistics.
-        output_states = self._prove_states(step, replica_call, node)
+        try:
+            output_states = self._prove_states(step, replica_call, node)
+        except UnfitStrategy:  # of a graph that holds for one number of samples alone
+            return None
         if output_states is not None and not (
             written_arguments(node) and any(state != REPLICATE for state in output_states)
         ):

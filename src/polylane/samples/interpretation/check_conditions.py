@@ -43,7 +43,7 @@ def check_holds_by_parts(states: KnownStates, node: fx.Node) -> bool:
 
     Args:
         states: what is known of the graph's values up to the check.
-        node: the check; its condition is the first of its tensors.
+        node: the check; its only tensor is the condition.
     """
     check = unwrap_settings(node.target)
     assert isinstance(check, BatchCheck)

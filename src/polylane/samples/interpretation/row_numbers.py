@@ -3,7 +3,7 @@
     numbers = arange(samples)       0 .. 6 in the whole, 0 .. 3 and 0 .. 2 in its parts
     x[numbers, labels]              each sample's own row in either
 
-The functions here are asked about one operator each, with the placement that its first output would have if samples
+The functions here decide about one operator each, with the placement that its first output would have if samples
 are sharded (``placement``; None where no rule gives one).
 """
 

@@ -37,12 +37,8 @@ from polylane.graph.python_state.own_objects import (
 from polylane.graph.python_state.side_effects import SideEffects
 from polylane.graph.python_state.watched_values import WatchList
 from polylane.runtime.plain_data.serialization import encode, serializable
+from polylane.runtime.workers.launch_environment import VARIABLES
 
-# The environment by which a data set or a model may find out which worker it is in.
-RANK_VARIABLES = (
-    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
 _MODES, _ENVIRONMENT = "training modes", "the environment"  # places of a kind of their own
 _SEQUENCES = (list, tuple, deque, set, frozenset)
 
@@ -261,7 +257,7 @@ class AuditSettings:
             if label in self._told or mark != self._start.get(label):
                 self._told.add(label)
                 values[label] = content
-        keys = (os.environ.keys() | self._environment.keys()) - {*RANK_VARIABLES}
+        keys = (os.environ.keys() | self._environment.keys()) - {*VARIABLES}
         environment = {k: os.environ.get(k) for k in keys if os.environ.get(k) != self._environment.get(k)}
         return {**values, _MODES: self._in_reach.read_modes(), _ENVIRONMENT: environment}
 

@@ -18,7 +18,8 @@ from polylane.runtime.workers.world import World
 from polylane.verify.audit import AuditMode
 from polylane.verify.audit.auditor import Auditor, fork_auditor, spawn_auditor
 from polylane.verify.audit.auditor_process import AuditedTraining, ReadBatch
-from polylane.verify.audit.step_replay import choose_tolerance
+from polylane.verify.audit.device_rounding import DeviceRounding
+from polylane.verify.audit.step_replay import read_rounding
 
 MEMORY_COPIES = 10  # of the weights: the auditor's, its optimizer's, and two states on the boards
 MEMORY_SHARE = 0.5  # part of the host's free memory that these may take
@@ -50,8 +51,8 @@ class AuditStart:
     is_built_again: bool = False
 
 
-# Returns what an auditor has of a training that it loads itself, by its plan and the tolerance; must be picklable.
-Rebuild = Callable[[Plan, float], AuditedTraining]
+# Returns what an auditor has of a training that it loads itself, by its plan and rounding; must be picklable.
+Rebuild = Callable[[Plan, DeviceRounding], AuditedTraining]
 
 
 def start_auditor(
@@ -87,14 +88,14 @@ def start_auditor(
     is_built_again = torch.accelerator.is_available()
     if note := _why_not_here(prepared, is_built_again and rebuild is None):
         return AuditStart(mode, note, example)
-    tolerance = choose_tolerance(prepared, world.device)
-    training = AuditedTraining(prepared, example, clip_norm, seed, tolerance, read_batch, begins_as_built)
+    rounding = read_rounding(prepared, world.device)
+    training = AuditedTraining(prepared, example, clip_norm, seed, rounding, read_batch, begins_as_built)
     try:
         boards = open_nameless_file("audit"), open_nameless_file("audit")
         try:
             if is_built_again:
                 assert rebuild is not None
-                auditor = spawn_auditor(partial(rebuild, prepared.plan, tolerance), boards)
+                auditor = spawn_auditor(partial(rebuild, prepared.plan, rounding), boards)
             else:
                 auditor = fork_auditor(training, boards)
             return AuditStart(mode, "", example, auditor, boards, read_batch is not None, prepared, is_built_again)

@@ -20,7 +20,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from polylane.runtime.plain_data.serialization import decode, encode
-from polylane.verify.audit.audit_settings import RANK_VARIABLES
+from polylane.runtime.workers.launch_environment import VARIABLES
 from polylane.verify.audit.auditor_process import AuditedTraining, StepOrder, run_auditor
 from polylane.verify.audit.step_replay import StepVerdict
 
@@ -69,7 +69,7 @@ def spawn_auditor(build: Build, boards: tuple[int, int]) -> Auditor:
     """
     (orders, child_orders), parent = multiprocessing.Pipe(), os.getpid()
     content = pickle.dumps(build)
-    environment = {name: text for name, text in os.environ.items() if name not in RANK_VARIABLES}
+    environment = {name: text for name, text in os.environ.items() if name not in VARIABLES}
     environment |= dict.fromkeys(_DEVICES, "")
     # The modules that this process finds, and no others that lie in the current folder.
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

@@ -32,7 +32,10 @@ from polylane.parent_death import die_with_parent
 from polylane.runtime.checkpoint.state_board import BoardReader, BoardRecord
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
 from polylane.runtime.plain_data.serialization import decode, encode, serializable
-from polylane.verify.audit.audit_settings import RANK_VARIABLES, watch_settings
+from polylane.runtime.workers.launch_environment import hide_ranks
+from polylane.runtime.workers.world import affine_cores
+from polylane.verify.audit.audit_settings import watch_settings
+from polylane.verify.audit.device_rounding import DeviceRounding
 from polylane.verify.audit.step_replay import StepReplay, StepVerdict
 
 NICENESS = 5  # the workers compute first
@@ -77,7 +80,7 @@ class AuditedTraining:
         example: a batch, for its form.
         clip_norm: bound on the 2-norm of all gradients, or None.
         seed: of all random numbers.
-        tolerance: largest relative difference that counts as rounding without a measurement.
+        rounding: how the training's device rounds.
         read_batch: reads batches from the user's data set; None: they come with the orders.
         begins_as_built: whether step 1 begins with the weights that the model was built with.
     """
@@ -86,12 +89,14 @@ class AuditedTraining:
     example: Any
     clip_norm: float | None
     seed: int
-    tolerance: float
+    rounding: DeviceRounding
     read_batch: ReadBatch | None = None
     begins_as_built: bool = False
 
 
-def run_auditor(build: Callable[[], AuditedTraining], boards: tuple[int, int], orders: Connection, parent: int) -> None:
+def run_auditor(
+    build: Callable[[], AuditedTraining], boards: tuple[int, int], orders: Connection, parent: int, threads: int = 1
+) -> None:
     """Become the auditor, and serve orders until there are no more.
 
     Args:
@@ -99,9 +104,11 @@ def run_auditor(build: Callable[[], AuditedTraining], boards: tuple[int, int], o
         boards: descriptors of the memory that holds the state before an audited step, and of that after it.
         orders: connection to rank 0.
         parent: number of rank 0's process, with which this one ends.
+        threads: number of the host's cores that it may compute on.
     """
     gc.freeze()
     _leave_the_workers(parent)
+    torch.set_num_threads(threads)
     server: _AuditServer | None = None
     refusal = ""
     try:
@@ -152,7 +159,7 @@ class _AuditServer:
                 order.objective,
                 training.clip_norm,
                 training.seed,
-                training.tolerance,
+                training.rounding,
                 training.example,
                 self._required,
             )
@@ -184,14 +191,12 @@ def _leave_the_workers(parent: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    for name in RANK_VARIABLES:
-        os.environ.pop(name, None)
+    hide_ranks()
     _forget_process_group()
     _reopen_files()
     os.nice(NICENESS)
     with suppress(OSError):  # where memory runs out, it goes first
         Path("/proc/self/oom_score_adj").write_text("1000")
-    torch.set_num_threads(1)
 
 
 def _reopen_files() -> None:
@@ -233,4 +238,6 @@ def run_new_process() -> None:
     parent, orders, *boards = map(int, sys.argv[1:])
     connection = Connection(orders)
     content = connection.recv_bytes()  # of the process that started this one, through a pipe of its own
-    run_auditor(lambda: pickle.loads(content)(), (boards[0], boards[1]), connection, parent)
+    # The workers compute on accelerators, so that most of the host's cores are idle.
+    threads = max(1, affine_cores() // 2)
+    run_auditor(lambda: pickle.loads(content)(), (boards[0], boards[1]), connection, parent, threads)

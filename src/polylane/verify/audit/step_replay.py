@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.graph.python_state.random_generators import restore_generators
+from polylane.graph.rounding_noise import MARGIN, TRIES
 from polylane.graph.sparse_gradients import densify
 from polylane.runtime.checkpoint.state_board import BoardReader
 from polylane.runtime.parameters.optimizer import set_optimizer_mode
@@ -31,6 +32,7 @@ from polylane.runtime.state.optimizer_attributes import restore_attributes
 from polylane.runtime.state.optimizer_state import OptimizedPart, restore_optimizer, restore_options
 from polylane.runtime.state.plain_values import numpy_state
 from polylane.runtime.state.python_state import restore_python_state
+from polylane.verify.audit.device_rounding import TF32_MARGIN, DeviceRounding, TensorFloat32
 from polylane.verify.first_difference import describe_later_difference
 from polylane.verify.judgement import Judgement, judge_differences
 from polylane.verify.local_sgd_reference import ReferenceReplica, ReplicaAverage
@@ -42,10 +44,10 @@ from polylane.verify.training_state import TrainingState, memory_differences
 
 # Largest relative difference that counts as rounding without a measurement, by the type of least precision among the
 # training's numbers. Differences beyond these are held against measured rounding floors.
-_TOLERANCES = {
+TOLERANCES = {
     torch.float64: TOLERANCE,
     torch.float32: 1e-4,
-    torch.float16: 1e-2,  # TF32 has as many digits
+    torch.float16: 1e-2,
     torch.bfloat16: 5e-2,
 }
 
@@ -74,14 +76,22 @@ class StepVerdict:
     seconds: float = 0.0
 
 
-def choose_tolerance(prepared: CompiledTraining, device: torch.device) -> float:
-    """Return the largest relative difference that counts as rounding without a measurement."""
+def read_rounding(prepared: CompiledTraining, device: torch.device) -> DeviceRounding:
+    """Return how the device of this worker rounds the numbers of a training, as torch's settings say."""
     dtypes = {parameter.dtype for parameter in prepared.model.parameters()}
     if prepared.plan.precision == "bfloat16":
         dtypes.add(torch.bfloat16)
-    if device.type == "cuda" and (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32):
-        dtypes.add(torch.float16)
-    return max((_TOLERANCES[dtype] for dtype in dtypes if dtype in _TOLERANCES), default=TOLERANCE)
+    convolutions = products = False
+    if device.type == "cuda" and torch.float32 in dtypes:
+        backends: Any = torch.backends  # its stubs lack fp32_precision
+        recurrent = any(isinstance(module, nn.RNNBase) for module in prepared.model.modules())
+        recurrent = recurrent and backends.cudnn.rnn.fp32_precision == "tf32"
+        convolutions = recurrent or backends.cudnn.conv.fp32_precision == "tf32"
+        # The host computes a GRU as single matrix products, in which nothing tells it from others.
+        products = recurrent or backends.cuda.matmul.fp32_precision == "tf32"
+        dtypes |= {torch.float16} if convolutions or products else set()  # it has as many digits as TensorFloat32
+    tolerance = max((TOLERANCES[dtype] for dtype in dtypes if dtype in TOLERANCES), default=TOLERANCE)
+    return DeviceRounding(tolerance, convolutions, products)
 
 
 @dataclass(frozen=True)
@@ -111,7 +121,7 @@ class StepReplay:
         objective: name of the loss whose steps are replayed.
         clip_norm: bound on the 2-norm of all gradients, or None.
         seed: of the training's random numbers.
-        tolerance: largest relative difference that counts as rounding without a measurement.
+        rounding: how the training's device rounds.
         example: a batch, for its form.
         required: for each parameter, whether it required a gradient before any step.
     """
@@ -122,15 +132,15 @@ class StepReplay:
         objective: str,
         clip_norm: float | None,
         seed: int,
-        tolerance: float,
+        rounding: DeviceRounding,
         example: Any,
         required: Mapping[str, bool],
     ) -> None:
         chosen = {objective: prepared.objectives[objective]}
         graphs = {objective: prepared.graphs[objective]}
         prepared = replace(prepared, objectives=chosen, graphs=graphs)
-        self._training = ComparedTraining(prepared, [example], clip_norm, seed, tolerance)
-        self._required = required
+        self._training = ComparedTraining(prepared, [example], clip_norm, seed, rounding.tolerance)
+        self._required, self._rounding = required, rounding
         self._objective, self._sync = objective, prepared.plan.sync
         self._average: ReplicaAverage | None = None
         self._replicas: list[ReferenceModel]
@@ -222,6 +232,12 @@ class StepReplay:
         steps = {(0, replica) for replica in range(len(reference.steps[0]))}
         restore = training.snapshot(with_factories=True)  # the passes must not advance the user's Python once more
         new_floors = remeasure_floors(training, reference, steps)
+        if self._rounding.rounds_factors:
+            device_floors = remeasure_floors(training, reference, steps, TRIES, TensorFloat32(self._rounding))
+            new_floors = {
+                step: floors.elementwise_max(device_floors[step].multiply(TF32_MARGIN / MARGIN))
+                for step, floors in new_floors.items()
+            }
         restore()
         return judge_differences(training, reference, [loss], distances, new_floors)
 

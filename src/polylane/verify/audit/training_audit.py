@@ -146,7 +146,7 @@ class TrainingAudit:
             return
         self._epoch, started = epoch, time.perf_counter()
         inputs, decision = _Given(None, {}), _Decision()
-        with self._job.world.progress.during(Phase.SAVING):
+        with self._job.world.progress.during(Phase.AUDITING):
             if self._auditor is not None:
                 decision = self._decide(step, begins_epoch, objective)
                 if decision.audits:
@@ -173,7 +173,7 @@ class TrainingAudit:
             return
         started = time.perf_counter()
         (objective, position, inputs, old_state), self._under_way = self._under_way, None
-        with self._job.world.progress.during(Phase.SAVING):
+        with self._job.world.progress.during(Phase.AUDITING):
             self._worker.complete_steps()
             try:
                 new_state = self._after.record(lambda: self._worker.collect_step(objective))
@@ -299,7 +299,7 @@ class TrainingAudit:
             return
         started, decision = time.perf_counter(), _Decision(next_step=self._next)
         if self._auditor is not None:
-            with self._job.world.progress.during(Phase.SAVING):
+            with self._job.world.progress.during(Phase.AUDITING):
                 seconds = STOPPED_SECONDS if self._job.world.stop.is_set() else SETTLE_SECONDS
                 verdict = self._auditor.poll(seconds)
             if verdict is None:
@@ -309,7 +309,7 @@ class TrainingAudit:
                 difference, note = self._judge(verdict)
                 due = self._schedule.next_step(self._job.position.step - 1, time.perf_counter() - self._started)
                 decision = _Decision(False, due, True, difference, note)
-        with self._job.world.progress.during(Phase.SAVING):
+        with self._job.world.progress.during(Phase.AUDITING):
             self._hear(decision)
         self._schedule.count_stall(time.perf_counter() - started, False)
 

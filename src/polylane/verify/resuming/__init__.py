@@ -1,1 +1,1 @@
-"""Proof of checkpoints: a training that goes on from one is the training that was never interrupted."""
+"""Proof of checkpoints: a training that resumes from one equals the uninterrupted one."""

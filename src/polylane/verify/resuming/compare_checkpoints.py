@@ -37,6 +37,7 @@ def compare_bits(expected: Path, actual: Path) -> CheckpointDifference:
     """Compare every tensor and every plain value of two checkpoints of one plan, bit for bit."""
     expected_store, actual_store = _open(expected), _open(actual)
     first_name, worst = "", 0.0
+    # A tensor that only one of them has counts as an infinite error, and is named like any other.
     names = sorted({*expected_store.manifest.tensors, *actual_store.manifest.tensors}, key=_order)
     for name in names:
         if name not in expected_store.manifest.tensors or name not in actual_store.manifest.tensors:
@@ -75,6 +76,7 @@ def _order(name: str) -> tuple[bool, bool, str]:
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype:
         return False
+    # As bytes: equal NaN are equal then, and -0.0 is not 0.0.
     bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b) if tensor.numel()]
     return not bits or torch.equal(*bits)
 
@@ -82,6 +84,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def _relative_error(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         return float("inf")
+    # An empty tensor has no largest element to divide by.
     if not a.numel():
         return 0.0
     a, b = a.to(torch.float64), b.to(torch.float64)

@@ -3,11 +3,11 @@
     unbroken     step 1   step 2   step 3   step 4                                  -> checkpoint A
     broken       step 1   step 2   save
     resumed                        load     step 3   step 4     by the same plan    -> B: every bit of A
-    elsewhere                      load     step 3   step 4     by another plan     -> C: A but for rounding
+    elsewhere                      load     step 3   step 4     by another plan     -> C: equal to A up to rounding
 
-Checkpoints are saved and loaded by the job's own methods, as in a training. They have all that decides how a training
-goes on, and so they are what is compared. Batches are read by the job, too: those after the checkpoint come in the
-order of the unbroken training, from where it was in its epoch and in a stream.
+Checkpoints are saved and loaded by the job's own methods, as in a training. They hold all that determines how training
+continues, and so they are what is compared. Batches are read by the job, too: those after the checkpoint come in the
+order of the unbroken training, from its position in the epoch or in a stream.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from polylane.errors import PolylaneError
 from polylane.graph.precision import to_float64
 from polylane.graph.python_state.compiler import without_compiler
 from polylane.graph.python_state.random_generators import generator_states, restore_generators
-from polylane.plan.plan import Plan
+from polylane.plan.plan import AnyPlan, Plan
 from polylane.plan.spec import Spec
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
-from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.verify.record import TOLERANCE
 from polylane.verify.resuming.compare_checkpoints import CheckpointDifference, compare_bits, compare_values
@@ -47,17 +48,17 @@ FLOORS = 100.0  # a difference of so many times that of two unbroken runs is rou
 
 @dataclass(frozen=True)
 class ResumeVerdict:
-    """Whether a training that goes on from a checkpoint is the unbroken one.
+    """Whether a training that resumes from a checkpoint equals the unbroken one.
 
     Attributes:
-        passed: whether the resumed training is the unbroken one.
+        passed: whether the resumed training equals the unbroken one.
         plan: the plan that saved.
         workers: number of its processes.
         steps: steps of the unbroken training.
         saved_step: step at which the other one was interrupted.
         losses: (unbroken, resumed) loss of every step after the checkpoint, by the same plan.
         same_plan: how the states in the end differ.
-        other: the plan that goes on with other numbers of workers; "" for none.
+        other: the other plan that resumes from the checkpoint; "" for none.
         other_losses: (unbroken, resumed) loss of every step after the checkpoint, by the other plan.
         worst: largest relative error of a loss or tensor by the other plan.
         worst_name: which one that is; "" for none.
@@ -90,8 +91,8 @@ def verify_resumed(
     model: nn.Module,
     objective: Objective,
     data: TrainingData,
-    plan: str | Spec | Plan,
-    other_plan: str | Spec | Plan | None = None,
+    plan: str | AnyPlan,
+    other_plan: str | AnyPlan | None = None,
     *,
     clip_norm: float | None = None,
     seed: int = 0,
@@ -104,7 +105,7 @@ def verify_resumed(
         objective: the loss with its optimizer and scheduler; a loss that is a module is copied.
         data: what is trained on, for at least two steps.
         plan: how the training is split; its workers are forked here.
-        other_plan: another plan that goes on from the same checkpoint, by default with as many microbatches; None: the
+        other_plan: another plan that resumes from the same checkpoint, by default with as many microbatches; None: the
             same plan alone.
         clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
         seed: of dropout and of all other random numbers.
@@ -120,6 +121,7 @@ def verify_resumed(
     model = without_compiler(model)
     refuse_unusable_modules(model)
     model, objective = copied_module(model), objective_in_float64(objective)
+    # Here, once: both trainings and both plans begin with the same weights.
     if is_on_meta(model):
         materialize(model, init, seed, torch.device("cpu"), lambda name, tensor: tensor)
     problem = TrainingProblem(
@@ -161,6 +163,7 @@ def _compare(
     half, steps = data.steps // 2, data.steps
     # Saving ends the batches under way in an asynchronous pipeline: there the unbroken run saves as well.
     also = half if prepared.plan.is_asynchronous else 0
+    # The generators' states too: the user's own code may draw from them, and every run begins with the same.
     arguments = (data, clip_norm, seed, generator_states())
     unbroken = _train(prepared, *arguments, None, root / "unbroken", also)[half:]
     _train(prepared, data.first_steps(half), *arguments[1:], None, root / "broken")
@@ -174,8 +177,9 @@ def _compare(
         moved = _train(elsewhere, *arguments, root / "broken", root / "moved")
         other_losses = tuple(zip(unbroken, moved, strict=True))
         errors = _errors(other_losses, half, expected, root / "moved")
-        if not max(errors.values()) <= TOLERANCE:
-            # Rounding grows where an optimizer makes steps of it: as much as without any checkpoint is no fault of one.
+        if not max(errors.values()) <= TOLERANCE:  # not ``>``: NaN exceeds it as well
+            # Some optimizers amplify rounding (Adam divides a gradient by its own size). An error that the two plans
+            # show without a checkpoint as well is not the checkpoint's.
             straight = _train(elsewhere, *arguments, None, root / "straight")[half:]
             floors = _errors(tuple(zip(unbroken, straight, strict=True)), half, expected, root / "straight")
             undetermined = tuple(n for n, error in errors.items() if TOLERANCE < error <= FLOORS * floors[n])
@@ -208,6 +212,7 @@ def _errors(losses: Sequence[tuple[float, float]], half: int, expected: Path, fo
 
 
 def _first_loss(losses: Sequence[tuple[float, float]], half: int) -> str:
+    # By their digits: equal NaN are equal.
     wrong = (f"the loss of step {half + i + 1}" for i, (a, b) in enumerate(losses) if repr(a) != repr(b))
     return next(wrong, "")
 
@@ -226,11 +231,11 @@ def _train(
 
     Args:
         prepared: the training, compiled for a plan.
-        data: what is trained on up to the last step; what came before the checkpoint is passed over.
+        data: what is trained on up to the last step; a resumed run skips what came before its checkpoint.
         clip_norm: bound on the 2-norm of all gradients, or None.
         seed: of all random numbers that belong to samples.
         generators: states of this process's generators, with which every worker begins.
-        start: folder with the checkpoint to go on from; None: from the beginning.
+        start: folder with the checkpoint to resume from; None: from the beginning.
         folder: folder that the checkpoint is saved into.
         also: a step after which a checkpoint is saved as well; 0 for none.
     """

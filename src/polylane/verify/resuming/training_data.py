@@ -1,4 +1,4 @@
-"""Training data of a proof: batches read as a training reads them, from where it is, in float64."""
+"""Training data of a proof: batches in float64, read as a training reads them, from the job's position on."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ class TrainingData:
         return replace(self, steps=steps)
 
     def batches_of(self, job: Job) -> Iterator[Any]:
-        """Yield the batches that a job has still to train on, from where it is: :meth:`.Job.batches`."""
+        """Yield the batches that a job has still to train on, from its position on: :meth:`.Job.batches`."""
         start, steps_left = job.position, self.steps - job.position.step
         # A short last batch that no step reaches must not be refused.
         ends_before = isinstance(self.dataset, Sized) and self.steps <= len(self.dataset) // self.batch_size
         for epoch in itertools.count(start.epoch):
+            # An iterator ends with its first epoch; other datasets are read again.
             is_reopened = epoch > 0 and isinstance(self.dataset, Iterator) and self.reopen is not None
             dataset = self.reopen() if is_reopened and self.reopen is not None else self.dataset
             options: dict[str, Any] = {"drop_last": ends_before, "first_epoch": epoch, "start": start}

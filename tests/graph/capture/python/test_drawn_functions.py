@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-import covering
 from polylane.compile.objectives import Objective
 from polylane.graph.batch import flatten
 from polylane.graph.capture.capture import capture
@@ -21,6 +20,7 @@ from polylane.graph.graph import Graph
 from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.samples.derivation import derive_composition
 from polylane.verify.verify import verify
+from tests.support import subsets
 
 
 def draw_spans(shape: tuple[int, int], length: int) -> np.ndarray[Any, Any]:
@@ -119,7 +119,7 @@ def test_what_needs_more_than_sizes_is_not_divided(make: type[nn.Module]) -> Non
     assert graph.is_opaque == (make is Branching)
 
 
-@pytest.mark.parametrize("plan", covering.one_in(3, ["data=2", "pipeline=2,microbatches=3", "tensor=2"], first=1))
+@pytest.mark.parametrize("plan", subsets.one_in(3, ["data=2", "pipeline=2,microbatches=3", "tensor=2"], first=1))
 def test_plans_are_exact(plan: str) -> None:
     objective = Objective("loss", mean, lambda parameters: torch.optim.SGD(list(parameters), lr=0.1))
     torch.manual_seed(0)

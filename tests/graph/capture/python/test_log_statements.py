@@ -17,7 +17,8 @@ from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.graph.capture.python.log_statements import split_log_statements
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.started_worker import WorkerContext
+from polylane.runtime.workers.team import fork_workers
 
 Loss = Callable[[Any, Any], Tensor]
 SAMPLES, STEPS = 6, 3

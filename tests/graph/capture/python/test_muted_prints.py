@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.graph.capture.python.muted_prints import prints_muted
 from polylane.runtime.job import Job
-from training import batch_of, mlp, plainly, sgd, trained, workers
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import batch_of, mlp, plainly, sgd, trained, workers
 
 
 class Talking(nn.Module):

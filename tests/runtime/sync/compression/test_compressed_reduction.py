@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compressing import (
+from polylane.program.program import GradientBucket
+from polylane.runtime.sync.all_reduce import AllReducer
+from polylane.runtime.transport.c10d import C10dTransport
+from polylane.runtime.workers.team import fork_workers
+from polylane.runtime.workers.world import World
+from tests.support.workers.compressed_sums import (
     KINDS,
     TOGETHER,
     Net,
@@ -26,12 +31,7 @@ from compressing import (
     train,
     trained,
 )
-from local_transport import LocalTransport, run_local
-from polylane.program.program import GradientBucket
-from polylane.runtime.sync.all_reduce import AllReducer
-from polylane.runtime.transport.c10d import C10dTransport
-from polylane.runtime.workers.fork import fork_workers
-from polylane.runtime.workers.world import World
+from tests.support.workers.thread_transport import LocalTransport, run_local
 
 
 class Choosy(nn.Module):

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compressing import Tensors, copied, residuals_of
 from polylane.errors import PolylaneError
 from polylane.plan.spec import parse
 from polylane.plan.sync import SUM
 from polylane.runtime.job import Job
-from polylane.runtime.sync.compression.choose import choose_compressor
 from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
 from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor
 from polylane.runtime.sync.compression.top_k import TopKCompressor
-from training import plainly, workers
+from polylane.runtime.sync.objective_update import choose_compressor
+from tests.support.workers.compressed_sums import Tensors, copied, residuals_of
+from tests.support.workers.training import plainly, workers
 
 
 def test_a_plans_sync_makes_a_codec() -> None:

@@ -11,7 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressing import (
+from polylane.runtime.sync.compression.compressor import GradientCompressor
+from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
+from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor, saves_bytes
+from polylane.runtime.sync.compression.top_k import TopKCompressor, take_largest
+from tests.support.workers.compressed_sums import (
     KINDS,
     TOGETHER,
     Tensors,
@@ -23,10 +27,6 @@ from compressing import (
     matrix_sums,
     trained,
 )
-from polylane.runtime.sync.compression.compressor import GradientCompressor
-from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
-from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor, saves_bytes
-from polylane.runtime.sync.compression.top_k import TopKCompressor, take_largest
 
 STEPS = 5
 

@@ -9,21 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import covering
 from polylane.plan.spec import parse
 from polylane.recipe import Mean
-from training import Tied, Trained, adamw, assert_same, assert_state, batch_of, mlp, plainly, sgd, trained
+from tests.support import subsets
+from tests.support.workers.training import (
+    Tied,
+    adamw,
+    assert_same,
+    batch_of,
+    mlp,
+    plainly,
+    sgd,
+    trained_by_servers,
+)
 
 BATCHES = [batch_of(8, seed=i) for i in range(4)]
-
-
-def by_servers(model: nn.Module, plan: str, batches: Any = BATCHES, **options: Any) -> list[Trained]:
-    """What the workers that train saw; those that only serve were told the same weights."""
-    every = trained(model, plan, batches, **options)
-    count = parse(plan).workers
-    for server in every[count:]:
-        assert_state(server.state, every[0].state, 0)
-    return every[:count]
 
 
 PLANS = [
@@ -38,18 +38,18 @@ PLANS = [
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 
-@pytest.mark.parametrize(("plan", "name"), covering.one_in(3, covering.pairs(PLANS, list(OPTIMIZERS)), several=True))
+@pytest.mark.parametrize(("plan", "name"), subsets.one_in(3, subsets.pairs(PLANS, list(OPTIMIZERS)), several=True))
 def test_the_numbers_of_one_device(plan: str, name: str) -> None:
     optimizer = OPTIMIZERS[name]
     parts = parse(plan).microbatches or 1
     expected = plainly(mlp(6, 8, 4), BATCHES, optimizer=optimizer, microbatches=parts, clip_norm=0.3)
-    for worker in by_servers(mlp(6, 8, 4), plan, optimizer=optimizer, clip_norm=0.3):
+    for worker in trained_by_servers(mlp(6, 8, 4), plan, BATCHES, optimizer=optimizer, clip_norm=0.3):
         assert_same(worker, expected)
 
 
 def test_batches_that_do_not_divide() -> None:
     batches = [batch_of(n, seed=n) for n in (7, 2, 1, 5)]
-    for worker in by_servers(mlp(6, 8, 4), "data=3,servers=2", batches, example=batch_of(8)):
+    for worker in trained_by_servers(mlp(6, 8, 4), "data=3,servers=2", batches, example=batch_of(8)):
         assert_same(worker, plainly(mlp(6, 8, 4), batches))
 
 
@@ -59,7 +59,7 @@ def test_means_over_counted_elements() -> None:
         losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
         return Mean((losses * wanted).sum(), wanted.sum())
 
-    for worker in by_servers(mlp(6, 8, 4), "data=2,servers=2", loss=some, clip_norm=0.3):
+    for worker in trained_by_servers(mlp(6, 8, 4), "data=2,servers=2", BATCHES, loss=some, clip_norm=0.3):
         assert_same(worker, plainly(mlp(6, 8, 4), BATCHES, loss=some, clip_norm=0.3))
 
 
@@ -68,13 +68,13 @@ def test_batch_statistics_are_those_of_the_whole_batch() -> None:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
 
-    for worker in by_servers(model(), "data=2,servers=1"):
+    for worker in trained_by_servers(model(), "data=2,servers=1", BATCHES):
         assert_same(worker, plainly(model(), BATCHES))
 
 
 @pytest.mark.parametrize("plan", ["data=2,pipeline=2,microbatches=2,servers=2", "pipeline=2,microbatches=2,servers=1"])
 def test_weights_that_two_stages_hold(plan: str) -> None:
-    for worker in by_servers(Tied(), plan, optimizer=adamw):
+    for worker in trained_by_servers(Tied(), plan, BATCHES, optimizer=adamw):
         assert_same(worker, plainly(Tied(), BATCHES, optimizer=adamw, microbatches=2))
 
 
@@ -84,7 +84,7 @@ def test_an_optimizer_that_looks_at_whole_matrices_on_parts_of_them() -> None:
 
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False)).double()
     expected = plainly(model, BATCHES, optimizer=muon)
-    for worker in by_servers(model, "data=2,tensor=2,servers=2", optimizer=muon):
+    for worker in trained_by_servers(model, "data=2,tensor=2,servers=2", BATCHES, optimizer=muon):
         assert_same(worker, expected)
 
 
@@ -94,5 +94,5 @@ def test_groups_of_processes_without_those_that_only_serve(plan: str, monkeypatc
     monkeypatch.setenv("POLYLANE_TRANSPORT", "gloo")
     parts = parse(plan).microbatches or 1
     expected = plainly(mlp(6, 8, 4), BATCHES, microbatches=parts, clip_norm=0.3)
-    for worker in by_servers(mlp(6, 8, 4), f"{plan},dedicated=yes", clip_norm=0.3):
+    for worker in trained_by_servers(mlp(6, 8, 4), f"{plan},dedicated=yes", BATCHES, clip_norm=0.3):
         assert_same(worker, expected)

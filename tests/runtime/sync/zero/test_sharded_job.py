@@ -10,13 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import covering
 from polylane.errors import PolylaneError
 from polylane.optim import LAMB
 from polylane.program import lower
 from polylane.runtime.job import Job
 from polylane.runtime.stale_weights import allow_own_calls
-from training import adamw, assert_same, assert_state, batch_of, classify, mlp, plainly, sgd, trained, workers
+from tests.support import subsets
+from tests.support.workers.training import (
+    adamw,
+    assert_same,
+    assert_state,
+    batch_of,
+    classify,
+    mlp,
+    plainly,
+    sgd,
+    trained,
+    workers,
+)
 
 SHARDS = ("optimizer", "gradients", "parameters")
 BATCHES = [batch_of(8, seed) for seed in range(3)]
@@ -27,7 +38,7 @@ def _many_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lower, "BUCKET_BYTES", 300)
 
 
-@pytest.mark.parametrize("shard", covering.one_in(3, SHARDS, first=2))
+@pytest.mark.parametrize("shard", subsets.one_in(3, SHARDS, first=2))
 def test_what_a_user_asks_for_is_whole(shard: str) -> None:
     """Between steps, as often as is asked."""
 
@@ -51,7 +62,7 @@ def test_what_a_user_asks_for_is_whole(shard: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "ranks"), covering.one_in(2, [("data=3", 3), ("data=4,within=2", 2)], first=1, several=True)
+    ("plan", "ranks"), subsets.one_in(2, [("data=3", 3), ("data=4,within=2", 2)], first=1, several=True)
 )
 def test_who_holds_what(plan: str, ranks: int) -> None:
     elements = sum(p.numel() for p in mlp(6, 8, 8, 4).parameters())
@@ -59,7 +70,7 @@ def test_who_holds_what(plan: str, ranks: int) -> None:
     def work(job: Job) -> Any:
         job.step(BATCHES[0])
         states = sum(s["exp_avg"].numel() for s in job.optimizer.state.values())
-        held = {name + job.worker.part_of(name): tensor.detach().clone() for name, tensor in job.held().items()}
+        held = {name + job.worker.part_of(name): tensor.detach().clone() for name, tensor in job.worker.held().items()}
         with allow_own_calls():
             storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in job.model.parameters()}
         return held, states, sum(storages.values()) // 8
@@ -88,7 +99,7 @@ class Sequences(nn.Module):
 
 @pytest.mark.parametrize(
     ("plan", "shard"),
-    covering.one_in(
+    subsets.one_in(
         3, [("data=2,microbatches=3", shard) for shard in SHARDS] + [("data=2,tensor=2", "parameters")], several=True
     ),
 )
@@ -125,7 +136,7 @@ def leaf() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Whichever(), nn.Tanh(), nn.Linear(4, 4)).double()
 
 
-@pytest.mark.parametrize("shard", covering.one_in(3, SHARDS))
+@pytest.mark.parametrize("shard", subsets.one_in(3, SHARDS))
 def test_the_users_own_python(shard: str) -> None:
     """A parameter without a gradient on any replica is left alone, as on one device: it does not decay."""
     expected = plainly(leaf(), BATCHES, optimizer=adamw, microbatches=2)
@@ -138,7 +149,7 @@ def half(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0].float()), batch[1])
 
 
-@pytest.mark.parametrize("shard", covering.one_in(3, SHARDS, first=1))
+@pytest.mark.parametrize("shard", subsets.one_in(3, SHARDS, first=1))
 def test_in_bfloat16_the_bits_are_those_of_whole_replicas(shard: str) -> None:
     options: dict[str, Any] = {"loss": half, "optimizer": adamw}
     (expected, _) = trained(mlp(6, 8, 8, 4).float(), "data=2,precision=bfloat16", BATCHES, **options)
@@ -147,7 +158,7 @@ def test_in_bfloat16_the_bits_are_those_of_whole_replicas(shard: str) -> None:
         assert all(torch.equal(value, expected.state[name]) for name, value in worker.state.items())
 
 
-@pytest.mark.parametrize("shard", covering.one_in(3, SHARDS, first=1))
+@pytest.mark.parametrize("shard", subsets.one_in(3, SHARDS, first=1))
 def test_parameters_of_several_types(shard: str) -> None:
     def model() -> nn.Module:
         own = mlp(6, 8, 8, 4)
@@ -171,7 +182,7 @@ class Cast(nn.Module):
 
 @pytest.mark.parametrize(
     ("plan", "shard"),
-    covering.one_in(
+    subsets.one_in(
         2,
         [
             ("data=2", "optimizer"),
@@ -220,7 +231,7 @@ def sent(job: Job) -> int:
     return sum(counters.sent for counters in job.worker.counters) - before
 
 
-@pytest.mark.parametrize("microbatches", covering.one_in(2, [1, 2]))
+@pytest.mark.parametrize("microbatches", subsets.one_in(2, [1, 2]))
 def test_what_is_sent_is_what_theory_says(microbatches: int) -> None:
     """Of n bytes over p replicas, (p - 1) / p for each gathering and each scattering: twice a step for ZeRO-1 and, in
     one microbatch, ZeRO-2, as an all-reduce does; three times for ZeRO-3. Further microbatches scatter, and gather for
@@ -236,7 +247,7 @@ def test_what_is_sent_is_what_theory_says(microbatches: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", covering.one_in(3, ["data=3", "data=2,tensor=2", "data=2,pipeline=2,microbatches=2"], first=2)
+    "plan", subsets.one_in(3, ["data=3", "data=2,tensor=2", "data=2,pipeline=2,microbatches=2"], first=2)
 )
 def test_a_model_without_values_is_never_whole(plan: str) -> None:
     """Of a model on the meta device a worker keeps its part of each module as it gets its values."""

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
-import covering
-from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.memory.peak import TrainedBytes, peak_memory
-from polylane.cost.state_sharding import Sharding, StateSharding
-from polylane.plan.sync import SUM
+from polylane.cost.state_sharding import StateSharding
+from polylane.plan.sync import SUM, Shard
 from polylane.program import lower
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.team import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.schedule.synchronous import one_forward_one_backward
-from training import batch_of, workers
+from tests.support import subsets
+from tests.support.workers.compiling import compile_training
+from tests.support.workers.training import batch_of, workers
 
 WIDTH, DEPTH = 128, 40
 MARK = 123_451  # bytes of a tensor that is made between two steps, and of no other
@@ -83,9 +83,9 @@ ALSO = [
 
 @pytest.mark.parametrize(
     ("shard", "microbatches"),
-    covering.one_in(3, [("none", 1), ("gradients", 1), ("parameters", 2), *ALSO], first=1, several=True),
+    subsets.one_in(3, [("none", 1), ("gradients", 1), ("parameters", 2), *ALSO], first=1, several=True),
 )
-def test_the_most_that_a_worker_holds(shard: Sharding, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_most_that_a_worker_holds(shard: Shard, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     unit = WIDTH * WIDTH * 4
     monkeypatch.setattr(lower, "BUCKET_BYTES", unit)
     before = alive()

@@ -13,12 +13,12 @@ from typing import TypeVar
 import pytest
 import torch
 
-from local_transport import LocalTransport
 from polylane.errors import PeerLost
 from polylane.runtime.transport import c10d, protocol
 from polylane.runtime.transport.shared_memory.hub import MessageHub
 from polylane.runtime.transport.shared_memory.transport import SharedMemoryTransport
 from polylane.runtime.workers.world import World
+from tests.support.workers.thread_transport import LocalTransport
 
 T = TypeVar("T")
 

@@ -204,7 +204,7 @@ def _trace_formula(product: JacobianProduct) -> fx.GraphModule | None:
 
     try:
         return _trace_by(run, product, True)
-    except _NoFormula:
+    except _NoFormula:  # autograd differentiates the operator instead
         return None
 
 
@@ -301,7 +301,5 @@ def _tidy(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if str(node.target) in _SAVED:
             node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-        elif node.target is torch._C._set_grad_enabled:
             graph.erase_node(node)
     functionalize_writes(graph)

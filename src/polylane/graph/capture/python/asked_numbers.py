@@ -56,7 +56,7 @@ class AskedNumbers:
         def evaluate(env: Any, expr: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return original(env, expr, *args, **kwargs)
-            except GuardOnDataDependentSymNode:
+            except GuardOnDataDependentSymNode:  # torch cannot decide it from sizes: a number of the data is asked for
                 answer = self._check(sympy.sympify(expr))
                 if answer is None:
                     raise
@@ -75,12 +75,7 @@ class AskedNumbers:
         condition = None if raised is None else self._compute(expr)
         if raised is None or condition is None:
             return None
-        values = {name: self._tensor_of(value) for name, value in raised.names.items()}
-        return check_condition(raised, condition, {name: value for name, value in values.items() if value is not None})
-
-    def _tensor_of(self, value: Any) -> Tensor | None:
-        """Return the tensor that a number was taken out of; None for any other value."""
-        return self._tensors.get(sympy.sympify(value.node.expr)) if isinstance(value, _NUMBERS) else None
+        return check_condition(raised, condition)
 
     def _compute(self, expr: Any) -> Tensor | None:
         """Return a condition on numbers as a tensor; None where it is no formula that tensors can follow."""

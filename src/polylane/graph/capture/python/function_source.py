@@ -20,6 +20,7 @@ def read_definition(function: types.FunctionType) -> ast.FunctionDef | None:
     try:
         lines, first_line = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines)))
+    # A function of a notebook or of exec has no file, a lambda in the midst of a line no source that parses.
     except (OSError, TypeError, SyntaxError):
         return None
     definition = tree.body[0] if len(tree.body) == 1 else None

@@ -296,7 +296,7 @@ def _value_of(name: str, function: types.FunctionType) -> Any:
     if name in cells:
         try:
             return cells[name].cell_contents
-        except ValueError:
+        except ValueError:  # a variable of the outer function that has no value yet
             return MISSING
     return function.__globals__.get(name, MISSING)
 

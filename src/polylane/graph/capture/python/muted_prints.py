@@ -49,7 +49,7 @@ def prints_muted() -> Iterator[None]:
     sys.stdout = output
     try:
         yield
-    except BaseException:
+    except BaseException:  # Ctrl-C too: the prints may say what took so long
         output.stream.write("".join(output.held))
         raise
     finally:

@@ -1,8 +1,8 @@
 """Branches that only raise: ``if labels.max() >= n: raise ...`` becomes a check of every batch, on the other branch.
 
 Export cannot tell which way such a branch goes. Where one of its two ways does nothing but raise, the other one is
-followed, and the graph gets a node that looks at the condition in every forward pass and raises as the user's own code
-would. Which way only raises is read off the bytecode of the function that asked:
+followed, and the graph gets a node that looks at the condition in every forward pass and names the user's statement
+where that would raise. Which way only raises is read off the bytecode of the function that asked:
 
     LOAD condition; POP_JUMP_IF_FALSE ─▶ goes on        captured: this way
          └▶ LOAD ValueError; ...; RAISE_VARARGS          the check's: every path from here ends in a raise
@@ -16,24 +16,24 @@ import dis
 import functools
 import itertools
 import linecache
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from polylane.errors import PolylaneError
 from polylane.graph.capture.python.python_operators import emit_check
 from polylane.graph.python_state.own_objects import is_users
 
-_RAISED = "_polylane_raised"
 _MOST_STEPS = 400  # instructions of a branch that are followed
 _EXPORT = "polylane.graph.capture.export"  # whose frames belong to who calls the loss
-_KEPT = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,12 @@ class RaiseOnly:
     Attributes:
         answer: the other answer, with which the code goes on.
         at: "file:line" of the statement that raises.
-        words: the raised expression, or the message of an assertion; None where its source is not at hand.
-        is_assertion: whether it is an ``assert``.
-        names: globals and locals that the expression reads; tensors among them are left out.
+        statement: its source on one line; empty where the source is not available.
     """
 
     answer: bool
     at: str
-    words: CodeType | None
-    is_assertion: bool
-    names: dict[str, Any] = field(default_factory=dict)
+    statement: str
 
 
 @dataclass(eq=False)
@@ -61,13 +57,9 @@ class BatchCheck:
 
     Attributes:
         raised: what is raised, and at which answer.
-        tensor_names: names of the tensors after the condition, of which the words may tell.
-        numbers: how many of these, the last ones, the user's code reads as numbers.
     """
 
     raised: RaiseOnly
-    tensor_names: tuple[str, ...] = ()
-    numbers: int = 0
 
     __name__ = "check"
     __module__ = "polylane"
@@ -76,48 +68,18 @@ class BatchCheck:
         return []
 
     def __call__(self, part: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-        condition = tensors[0]
+        (condition,) = tensors
         if (
             not condition.is_meta
             and not isinstance(condition, FakeTensor)
             and bool(condition) is not self.raised.answer
         ):
-            raise PolylaneError(f"loss(model, batch) fails on this batch: {self._tell(tensors[1:])} ({self.raised.at})")
+            statement = f"`{self.raised.statement}`" if self.raised.statement else "a statement that raises"
+            raise PolylaneError(
+                f"loss(model, batch) fails on this batch: it reaches {statement} ({self.raised.at}); correct the "
+                "batch, or the condition of that line"
+            )
         return []
-
-    def _tell(self, tensors: Sequence[Tensor]) -> str:
-        """Return the name and the words of what the user's code raises, on one line."""
-        raised = self.raised
-        if raised.words is None:
-            return "a check of it does not hold"
-        offset = len(tensors) - self.numbers
-        values = [*tensors[:offset], *(tensor.item() for tensor in tensors[offset:])]
-        names = {**raised.names, **dict(zip(self.tensor_names, values, strict=True))}
-        try:
-            exec(raised.words, names)
-        except Exception:  # the words need a value that is not here
-            return "a check of it does not hold"
-        value = AssertionError(names[_RAISED]) if raised.is_assertion else names[_RAISED]
-        kind = value if isinstance(value, type) else type(value)
-        text = "" if isinstance(value, type) else " ".join(str(value).split())
-        return f"{kind.__name__}: {text}" if text else kind.__name__
-
-
-def hide_values(graph: fx.Graph, values: Collection[Any]) -> None:
-    """Write "…" for some values into the words of a graph's checks: other batches carry others in their place.
-
-    Args:
-        graph: captured code; its checks are changed in place.
-        values: what the captured batch carries and the loss does not read, such as names of files.
-    """
-
-    def hide(value: Any) -> Any:
-        return "…" if any(value is hidden_value for hidden_value in values) else value
-
-    for node in graph.nodes:
-        if isinstance(node.target, BatchCheck):
-            raised = node.target.raised
-            node.target.raised = replace(raised, names={k: tree_map(hide, v) for k, v in raised.names.items()})
 
 
 # What asks a tensor for its truth, of one element or of all of them.
@@ -143,26 +105,15 @@ def answer_raising(name: str, args: Any, kwargs: Any, frame: FrameType) -> bool 
     return check_condition(raised, condition)
 
 
-def check_condition(raised: RaiseOnly, condition: Tensor, numbers: Mapping[str, Tensor] | None = None) -> bool:
+def check_condition(raised: RaiseOnly, condition: Tensor) -> bool:
     """Write a check into the graph that is exported, and return the answer with which the code goes on.
 
     Args:
         raised: the branch that only raises.
         condition: what it asks, a tensor of one element.
-        numbers: names that the words read, with the tensors that their numbers were taken out of.
     """
-    tensors = {
-        name: value for name, value in raised.names.items() if isinstance(value, Tensor) and _has_no_gradient(value)
-    }
-    numbers = numbers or {}
-    check = BatchCheck(_without_tensors(raised), (*tensors, *numbers), len(numbers))
-    emit_check(check, [condition, *tensors.values(), *numbers.values()])
+    emit_check(BatchCheck(raised), [condition])
     return raised.answer
-
-
-def _has_no_gradient(value: Tensor) -> bool:
-    """Return whether a value may be kept for the exception's words without keeping a graph of autograd alive."""
-    return not value.requires_grad
 
 
 def find_raise(frame: FrameType, asking: int | None = None) -> RaiseOnly | None:
@@ -184,40 +135,9 @@ def find_raise(frame: FrameType, asking: int | None = None) -> RaiseOnly | None:
     raising = [answer for answer, end in ends.items() if end is not None]
     if len(raising) != 1:
         return None
-    line = ends[raising[0]]
-    assert line is not None
-    words, is_assertion = _find_words(code.co_filename, line)
-    read = {} if words is None else {name: _value_of(frame, name) for name in words.co_names}
-    at_line = f"{code.co_filename}:{line}"
-    return RaiseOnly(not raising[0], at_line, words, is_assertion, {k: v for k, v in read.items() if v is not _NONE})
-
-
-_NONE: Any = object()
-
-
-def _value_of(frame: FrameType, name: str) -> Any:
-    return frame.f_locals.get(name, frame.f_globals.get(name, _NONE))
-
-
-def _without_tensors(raised: RaiseOnly) -> RaiseOnly:
-    """Return the same without values of the export: tensors, and sizes that follow the batch."""
-    names = {
-        name: value
-        for name, value in raised.names.items()
-        if isinstance(value, (*_KEPT, torch.nn.Module, type)) or callable(value) or _is_plain(value)
-    }
-    return RaiseOnly(raised.answer, raised.at, raised.words, raised.is_assertion, names)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return False
-    if isinstance(value, Mapping):
-        return all(map(_is_plain, value.values()))
-    return not isinstance(value, (list, tuple, set)) or all(map(_is_plain, value))
-
-
-# ---- bytecode --------------------------------------------------------------------------------------------------------
+    start_line, end_line = ends[raising[0]] or (0, 0)
+    lines = [linecache.getline(code.co_filename, line).strip() for line in range(start_line, end_line + 1)]
+    return RaiseOnly(not raising[0], f"{code.co_filename}:{start_line}", " ".join(lines))
 
 
 @functools.lru_cache(maxsize=256)
@@ -261,9 +181,9 @@ def is_compared_to_raise(frame: FrameType) -> bool:
 _READS = ("LOAD_", "PRECALL", "CALL", "CACHE", "BINARY_OP", "EXTENDED_ARG")
 
 
-def _find_end(steps: list[dis.Instruction], index: Mapping[int, int], start: int) -> int | None:
-    """Return the line of the first raise on the way if every path from an instruction on raises; else None."""
-    waiting, visited, line = [start], set[int](), None
+def _find_end(steps: list[dis.Instruction], index: Mapping[int, int], start: int) -> tuple[int, int] | None:
+    """Return the lines of the first raise on the way if every path from an instruction on raises; else None."""
+    waiting, visited, lines = [start], set[int](), None
     while waiting:
         at = waiting.pop()
         while at not in visited:
@@ -273,8 +193,7 @@ def _find_end(steps: list[dis.Instruction], index: Mapping[int, int], start: int
             step = steps[at]
             name = step.opname
             if name == "RAISE_VARARGS":
-                raise_line = None if step.positions is None else step.positions.lineno
-                line = raise_line if line is None else line
+                lines = lines or _lines_of(step)
                 break
             if name.startswith(
                 ("RETURN", "YIELD", "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "RERAISE", "FOR_ITER")
@@ -287,7 +206,14 @@ def _find_end(steps: list[dis.Instruction], index: Mapping[int, int], start: int
                 if name in ("JUMP_FORWARD", "JUMP"):
                     break
             at += 1
-    return line
+    return lines
+
+
+def _lines_of(step: dis.Instruction) -> tuple[int, int] | None:
+    """Return the first and the last line of an instruction's statement."""
+    if step.positions is None or step.positions.lineno is None:
+        return None
+    return step.positions.lineno, step.positions.end_lineno or step.positions.lineno
 
 
 def _is_caught(frame: FrameType | None) -> bool:
@@ -310,7 +236,7 @@ def _is_suppressed(frame: FrameType) -> bool:
 def _resolve(name: ast.expr, frame: FrameType) -> Any:
     """Return what a name with dots stands for in a frame; None where that is not known."""
     if isinstance(name, ast.Name):
-        return _value_of(frame, name.id)
+        return frame.f_locals.get(name.id, frame.f_globals.get(name.id))
     return getattr(_resolve(name.value, frame), name.attr, None) if isinstance(name, ast.Attribute) else None
 
 
@@ -326,45 +252,61 @@ def _has_handler(code: CodeType, at: int) -> bool:
     return False
 
 
-# ---- source ----------------------------------------------------------------------------------------------------------
-
-
-def _find_words(file: str, line: int) -> tuple[CodeType | None, bool]:
-    """Return code that names what is raised at a line ``_RAISED``, and whether it is an assertion's message."""
-    for block in _blocks(file):
-        for i, node in enumerate(block):
-            if isinstance(node, (ast.Raise, ast.Assert)) and node.lineno <= line <= (node.end_lineno or node.lineno):
-                raised = node.exc if isinstance(node, ast.Raise) else node.msg or ast.Constant("")
-                if raised is None:  # "raise" alone
-                    return None, False
-                assignment = ast.Assign([ast.Name(_RAISED, ast.Store())], raised)
-                statements = [] if isinstance(node, ast.Assert) else _names_before(block[:i])
-                module = ast.fix_missing_locations(ast.Module([*statements, assignment], []))
-                return compile(module, file, "exec"), isinstance(node, ast.Assert)
-    return None, False
-
-
-def _names_before(block: Sequence[ast.stmt]) -> list[ast.stmt]:
-    """Return the last statements of a block that only give names, as a message that is written before."""
-    tail = itertools.takewhile(lambda node: isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)), block[::-1])
-    return list(tail)[::-1]
-
-
 @functools.lru_cache(maxsize=64)
 def _with_statements(file: str) -> list[ast.With]:
-    return [node for node in _nodes(file) if isinstance(node, ast.With)]
-
-
-@functools.lru_cache(maxsize=64)
-def _blocks(file: str) -> list[list[ast.stmt]]:
-    """Return all blocks of statements of a file."""
-    bodies = [getattr(node, name, None) for node in _nodes(file) for name in ("body", "orelse", "finalbody")]
-    return [block for block in bodies if isinstance(block, list)]
-
-
-def _nodes(file: str) -> list[ast.AST]:
-    """Return all of a file's syntax; nothing where the source is not at hand."""
+    """Return all ``with`` statements of a file; nothing where its source is not available."""
     try:
-        return list(ast.walk(ast.parse("".join(linecache.getlines(file)))))
-    except SyntaxError:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # the file was edited since it was imported
         return []
+    return [node for node in ast.walk(tree) if isinstance(node, ast.With)]
+
+
+class AbsentValues(TorchFunctionMode):
+    """Mode under which a question to a tensor on the meta device is answered where the other answer only raises.
+
+    No batch that can be trained on takes such a branch, so that a prediction goes on as if none were. The graph has its
+    checks all the same, for export writes them.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in TRUTHS and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
+            raised = find_raise(sys._getframe(1))
+            if raised is not None:
+                return raised.answer
+            if name == "item":
+                return _MetaNumber()
+        return func(*args, **(kwargs or {}))
+
+
+# Where torch refuses one of these, it names the type: that it is of the meta device tells why.
+class _MetaNumber:
+    """A number that nobody knows; also what is computed of it. It may be compared, where one answer only raises."""
+
+    def _compute(self, *operands: Any) -> Any:
+        return self if all(isinstance(operand, (int, float, _MetaNumber)) for operand in operands) else _ask()
+
+    def _compare(self, other: Any) -> Any:
+        return _MetaAnswer()
+
+    def _convert(self, *arguments: Any) -> Any:
+        return _ask()
+
+    __abs__ = __neg__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _compute
+    __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _compute
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _compare
+    __bool__ = __int__ = __float__ = __index__ = __round__ = __str__ = __repr__ = __format__ = __hash__ = _convert
+
+
+class _MetaAnswer:
+    """The answer to a comparison of such a number."""
+
+    def __bool__(self) -> bool:
+        frame = sys._getframe(1)
+        raised = find_raise(frame) if is_at_branch(frame) else None
+        return _ask() if raised is None else raised.answer
+
+
+def _ask() -> NoReturn:
+    raise RuntimeError("a number of a tensor on the meta device is asked for")

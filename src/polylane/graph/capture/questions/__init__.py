@@ -1,1 +1,4 @@
-"""What a model's Python asks of the data while it is captured: answered from the batch at hand, and asked again."""
+"""What a model's Python asks of the data while it is captured: answered from the example, asked of each batch again.
+
+Its tests are in ``tests/graph/capture`` and ``tests/equivalence``.
+"""

@@ -41,7 +41,7 @@ class CaptureRun:
         return () if self.tape is None else tuple(self.tape.readings)
 
     def drawn_alike(self) -> AbstractContextManager[None]:
-        """Return a context manager: the loss, run eagerly, draws the single numbers that its export is told."""
+        """Return a context manager: the loss, run eagerly, draws the single numbers that its export gets."""
         return nullcontext() if self.tape is None else draws_replayed(self.draws)
 
     def answer_questions(self, leaves: Sequence[Any]) -> bool:

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from polylane.graph.nodes.memory import storage_id
 from polylane.graph.python_state.own_objects import is_users
 from polylane.graph.readings.asked_draws import AskedDraw, StepDraws
 from polylane.graph.readings.batch_readings import Answer, Reading, ReadingStep, SizeRead, Slot
@@ -87,7 +88,7 @@ class BatchTape:
         self._steps.append(ReadingStep(torch.clone, ((_copy(value),), {}), (self._add(value),)))
 
     def draw(self, kind: str, stand_in: Tensor) -> Tensor:
-        """Record that torch is asked for a single random number, and return the step's own.
+        """Record a call of torch that draws a single random number, and return the step's number.
 
         Args:
             kind: name of torch's function.
@@ -212,9 +213,7 @@ class BatchTape:
         return tuple(reversed(steps)), {slot: leaf for slot, leaf in self._leaves.items() if slot in read}
 
     def _storage(self, slot: int) -> int:
-        """Return what identifies the memory of a tensor: a view and what it is a view of have one."""
-        storage: int = self._values[slot].untyped_storage()._cdata
-        return storage
+        return storage_id(self._values[slot])
 
 
 def _slots_of(step: ReadingStep | SizeRead) -> set[int]:
@@ -245,7 +244,7 @@ def _find_line() -> str:
 
 @contextmanager
 def sizes_answered(tape: BatchTape | None) -> Iterator[None]:
-    """Context manager: conditions on sizes that the data decide are those of the batch at hand, as far as it is known.
+    """Context manager: evaluate conditions on sizes that the data decide for the example batch, as far as it is known.
 
     Args:
         tape: what is known of the batch; None: nothing, and torch raises its error.
@@ -258,7 +257,7 @@ def sizes_answered(tape: BatchTape | None) -> Iterator[None]:
     def evaluate(env: Any, expr: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(env, expr, *args, **kwargs)
-        except GuardOnDataDependentSymNode:
+        except GuardOnDataDependentSymNode:  # torch cannot decide it from sizes: it is computed from the batch
             answer = tape.answer_size(expr)
             if answer is None:
                 raise

@@ -76,7 +76,7 @@ class ServerHost:
         """Context manager: re-raise PeerLost as the error of a server in this process, if that is not a PeerLost too.
 
         The other workers have then left because this process failed, not the other way round. Where one was ended for a
-        hang, and nobody but the user's script is there to be told, that is raised.
+        hang, and only the user's script can handle it, that is raised.
         """
         try:
             yield

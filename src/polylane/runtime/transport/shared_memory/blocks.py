@@ -19,7 +19,7 @@ from polylane.runtime.nameless_file import open_nameless_file
 
 ARENA = 8 << 20  # bytes of the first arena; each further one is as large as all before it
 SMALLEST = 4 << 10  # bytes of the smallest block, one page
-PRESSED = 0.5  # fraction of the bound in use, above which readers are asked to answer at once
+PRESSED = 0.5  # fraction of the bound in use, above which readers are requested to answer at once
 
 
 @dataclass(slots=True)

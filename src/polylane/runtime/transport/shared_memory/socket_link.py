@@ -23,7 +23,7 @@ Buffer = bytes | ctypes.Array[ctypes.c_char]
 
 SOCKET_BYTES = 4 << 20  # send buffer of a socket in bytes; the system may allow less
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
-_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # descriptors that arrive are not for programs that the user starts
 
 
 class SocketLink:

@@ -1,0 +1,105 @@
+"""python -m benchmarks.prepared [--rounds N] [--quick]: what a prepared script's steps cost beside a plain loop's.
+
+The same loop (model, the loss of the example, backward, step, loss.item()) takes turns: plain;
+prepared without a plan, and for one worker; the step of a Job for one worker. Then on two workers under data=2: the
+prepared loop and the step of a Job.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+import polylane
+from benchmarks.harness import Contender, make_parser, race, table
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+BATCHES = {"digits": 64, "gpt": 16}
+
+
+def load_example(name: str) -> ModuleType:
+    """Import an example's file."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(name: str) -> tuple[Any, Any, list[Any], Any]:
+    """Return an example's model, its optimizer, some batches, and its module."""
+    example = load_example(name)
+    torch.manual_seed(0)
+    model = example.model()
+    optimizer = example.optimizer(list(model.named_parameters()))
+    loader: Any = DataLoader(example.data("train"), batch_size=BATCHES[name], drop_last=True)
+    batches = [batch for batch, _ in zip(loader, range(8), strict=False)]
+    return model, optimizer, batches, example
+
+
+def make_loop(name: str, plan: str | None, is_prepared: bool) -> Callable[[int], Callable[[], Any]]:
+    """Return what sets up one step of a loop, plain or prepared."""
+
+    def setup(rank: int) -> Callable[[], Any]:
+        model, optimizer, batches, example = build(name)
+        if is_prepared:
+            model, optimizer = polylane.prepare(model, optimizer, plan=plan)
+        numbers = iter(range(10**9))
+
+        def step() -> float:
+            batch = batches[next(numbers) % len(batches)]
+            optimizer.zero_grad()
+            loss = example.loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            return float(loss.item())
+
+        return step
+
+    return setup
+
+
+def make_job(name: str, plan: str) -> Callable[[int], Callable[[], Any]]:
+    """Return what sets up one step of a Job."""
+
+    def setup(rank: int) -> Callable[[], Any]:
+        model, optimizer, batches, example = build(name)
+        job = polylane.parallelize(model, example.loss, optimizer, example=batches[0], plan=plan, audit="off")
+        numbers = iter(range(10**9))
+        return lambda: job.step(batches[next(numbers) % len(batches)]).loss
+
+    return setup
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser("benchmarks.prepared", __doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a turn")
+    options = parser.parse_args(arguments)
+    rounds, steps = (1, 2) if options.quick else (options.rounds, options.steps)
+    for name in BATCHES:
+        alone = [
+            Contender("plain loop", 1, make_loop(name, None, False)),
+            Contender("prepared, without a plan", 1, make_loop(name, None, True)),
+            Contender("prepared, data=1", 1, make_loop(name, "data=1", True)),
+            Contender("Job.step, data=1", 1, make_job(name, "data=1")),
+        ]
+        race(alone, rounds, steps, lead=2)
+        print(f"\n## {name}, one worker\n\n{table(alone, 'plain loop')}")
+        pairs = [
+            Contender("Job.step, data=2", 2, make_job(name, "data=2")),
+            Contender("prepared, data=2", 2, make_loop(name, "data=2", True)),
+        ]
+        race(pairs, rounds, steps, lead=2)
+        print(f"\n## {name}, two workers\n\n{table(pairs, 'Job.step, data=2')}")
+
+
+if __name__ == "__main__":
+    main()

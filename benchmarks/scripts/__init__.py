@@ -1,0 +1,1 @@
+"""Training scripts that others have written, prepared: see :mod:`benchmarks.scripts.__main__`."""

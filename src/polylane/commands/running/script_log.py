@@ -1,0 +1,97 @@
+"""Script log: the steps of a prepared script in the log of its run, as those of a recipe's training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from polylane.commands.running.step_log import StepLog, Tell, TrainingOutcome
+from polylane.observe.timeline import Timeline
+from polylane.plan.plan_file import dump
+from polylane.runtime.step_result import StepResult
+from polylane.script.role import ScriptJob
+
+
+@dataclass(frozen=True)
+class AccumulatedStep:
+    """A step of an optimizer, whose gradients are those of several ``backward()`` calls; its loss is their sum.
+
+    Attributes:
+        results: of the runs of the tapes, in order.
+    """
+
+    results: Sequence[StepResult]
+
+    @property
+    def step(self) -> int:
+        """Number of the last run, from 0."""
+        return self.results[-1].step
+
+    @property
+    def samples(self) -> int:
+        """The samples of all runs."""
+        return sum(result.samples for result in self.results)
+
+    @property
+    def loss(self) -> float:
+        """The sum of the losses that were differentiated."""
+        return sum(result.loss for result in self.results)
+
+    @property
+    def sums(self) -> tuple[float, float]:
+        """The loss as (total, count), of which epochs make up a mean."""
+        return self.loss * self.samples, self.samples
+
+    @property
+    def timeline(self) -> Timeline:
+        """The spans of the last run."""
+        return self.results[-1].timeline
+
+
+class ScriptLog:
+    """Log of the steps of a script under its plan, on rank 0.
+
+    Args:
+        tell: called with each message, as plain data.
+        is_resumed: whether the run goes on from a checkpoint of its own folder.
+    """
+
+    def __init__(self, tell: Tell, is_resumed: bool) -> None:
+        self._tell, self._is_resumed = tell, is_resumed
+        self._log: StepLog | None = None
+        self._job: ScriptJob | None = None
+
+    def begin(self, job: ScriptJob, steps: int) -> None:
+        """Begin the log, and tell of the plan.
+
+        Args:
+            job: the training that has begun.
+            steps: number of steps before it, on whole models or of the run that is gone on with.
+        """
+        self._job, self._log = job, StepLog(self._tell, lambda: 1)
+        self._log.resume({"steps": steps, "samples": 0, "seconds": 0.0, "loss": math.nan, "epoch": (0.0, 0.0, 0.0)})
+        self._log.begin_epoch()
+        message = {"kind": "begin", "plan": dump(job.plan), "spec": job.plan.spec, "workers": job.plan.processes}
+        resumed_at = steps if self._is_resumed else None
+        self._tell({**message, "resumed_at": resumed_at, "resumed_loss": math.nan, "resumed_own": self._is_resumed})
+
+    def add_step(self, results: Sequence[StepResult], optimizer: torch.optim.Optimizer) -> None:
+        """Add a step, and send the message about an earlier one.
+
+        Args:
+            results: of the ``backward()`` calls whose gradients it used.
+            optimizer: the optimizer that has stepped.
+        """
+        assert self._log is not None
+        rate = optimizer.param_groups[0].get("lr")
+        self._log.add(AccumulatedStep(tuple(results)), None, None if rate is None else float(rate))
+
+    def outcome(self) -> TrainingOutcome | None:
+        """Return what the training has come to; None where it has made no step under the plan."""
+        if self._log is None or self._job is None or not self._log.has_made_steps:
+            return None
+        self._log.complete()
+        return self._log.outcome(self._job.plan.spec, None, stopped=False)

@@ -1,0 +1,244 @@
+"""``polylane verify`` of a script: the plain script and the prepared one, compared in float64."""
+
+from __future__ import annotations
+
+import ast
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polylane.commands import user_inputs as inputs
+from polylane.commands.printing import console, print_json
+from polylane.errors import PolylaneError, clean_text, format_plural
+from polylane.plan.fixed_keys import parse_auto
+from polylane.recipe import REQUIRED
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from polylane.commands.requests import VerifyRequest
+    from polylane.commands.verifying.printed_lines import Tolerance
+    from polylane.commands.verifying.script_runs import ScriptRun
+    from polylane.plan.plan import AnyPlan
+
+
+@dataclass(frozen=True)
+class ScriptVerdict:
+    """Whether a script computes the same prepared as plain.
+
+    Attributes:
+        plan: the plan in one line.
+        workers: how many workers it takes.
+        precision: the least precise type of the weights that were compared.
+        reference: what the plan was compared with.
+        numbers: how many printed numbers were compared.
+        left_out: how many were not: they differ between two runs of the plain script.
+        weights: how many weights and buffers were compared.
+        worst: the largest relative difference.
+        tolerance: the one that is allowed.
+        difference: where the two differ first; "" where they do not.
+    """
+
+    plan: str
+    workers: int
+    precision: str
+    reference: str
+    numbers: int
+    left_out: int
+    weights: int
+    worst: float
+    tolerance: float
+    difference: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing differs."""
+        return not self.difference
+
+
+def is_script(path: str) -> bool:
+    """Return whether a file is a script that calls ``polylane.prepare``, or a bridge's Trainer, by its text.
+
+    A file without such a call that defines none of a recipe's functions is taken for one, too: what it imports may
+    prepare.
+    """
+    if not path.endswith(".py"):
+        return False
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    nodes = list(ast.walk(tree))
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+    sources = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    if any((name or "").startswith("polylane.integrations.") for name in imported | sources):
+        return True
+    if "polylane" not in imported | sources:
+        return False
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)} | imported
+    return "prepare" in read | imported or not defined & set(REQUIRED)
+
+
+def run(request: VerifyRequest) -> bool:
+    """Compare the script under the plan with the plain one, print the outcome, and return whether they are equal.
+
+    Raises:
+        PolylaneError: an option or the plan is wrong, or the script prepares nothing, or is not the same every time.
+        WorkerFailed: the script has raised an exception.
+    """
+    _refuse_options_of_recipes(request)
+    if parse_auto(request.plan) is not None:
+        if request.workers is None:
+            raise PolylaneError(f"--plan {request.plan} needs --workers N: the script's model is not known before")
+        plan: str | AnyPlan = str(request.plan)
+        workers = request.workers
+    else:
+        plan = inputs.fit_plan(request)
+        workers = plan.processes
+    verdict = _prove(request, plan, workers)
+    if request.json:
+        print_json({"script": request.recipe, "equal": verdict.passed, **asdict(verdict)})
+    else:
+        style = "bold green" if verdict.passed else "bold red"
+        console().print(_sentence(verdict), style=style, soft_wrap=True, markup=False)
+    return verdict.passed
+
+
+def _refuse_options_of_recipes(request: VerifyRequest) -> None:
+    is_set = {
+        "--steps": request.steps != 3,
+        "--batch": request.batch != 64,
+        "--seed": request.seed != 0,
+        "--set": bool(request.settings),
+        "--clip-norm": request.clip_norm is not None,
+        "--resume": request.resume or request.resume_plan is not None,
+    }
+    if wrong := [option for option, is_changed in is_set.items() if is_changed]:
+        raise PolylaneError(
+            f"{', '.join(wrong)}: {request.recipe} is a script, which chooses that itself: give its own arguments "
+            "after --, and the plan with --plan"
+        )
+
+
+def _prove(request: VerifyRequest, plan: str | AnyPlan, workers: int) -> ScriptVerdict:
+    from polylane.runtime.workers.threads import limit_to_one_thread
+    from polylane.runtime.workers.world import hide_accelerators
+
+    hide_accelerators()
+    limit_to_one_thread()
+    from polylane.commands.verifying.printed_lines import ChangingNumbers, compare_lines
+    from polylane.commands.verifying.script_runs import run_plainly
+
+    out = sys.stderr if request.json else sys.stdout
+    script, reference, failure = run_plainly(request.recipe, request.arguments)
+    note = f" ({clean_text(failure)} in float64)" if failure else ""
+    type_name = str(script.dtype).removeprefix("torch.")
+    print(
+        f"{request.recipe}: plain and on {format_plural(workers, 'worker')}, in {type_name}{note}", file=out, flush=True
+    )
+    if reference.code:
+        raise PolylaneError(
+            f"{request.recipe} by itself ends with exit code {reference.code}: what it does then is not compared"
+        )
+    planned = script.run(workers, plan)
+    if not planned.plan:
+        raise PolylaneError(
+            f"{request.recipe} trains nothing under the plan: it calls no polylane.prepare, or no backward()"
+        )
+    described, changing = "the plain script", ChangingNumbers()
+    if planned.draws:  # torch's own numbers depend on the order of all draws: a plan's do not
+        described, reference = "the prepared script on one worker (it draws random numbers)", script.run(1, plan)
+    tolerance, precision = _tolerance(reference)
+    printed = compare_lines(reference.lines, planned.lines, tolerance, changing)
+    if printed.difference:
+        second_run = script.run(1, plan if planned.draws else None)
+        _refuse_unrepeatable(request.recipe, reference, second_run)
+        changing = ChangingNumbers.between(reference.lines, second_run.lines)
+        printed = compare_lines(reference.lines, planned.lines, tolerance, changing)
+    worst, difference = _compare_states(reference.state, planned.state, tolerance)
+    if not printed.numbers and not planned.state:
+        raise PolylaneError(f"{request.recipe} prints no number and has no weights to be compared")
+    return ScriptVerdict(
+        planned.plan,
+        workers,
+        precision,
+        described,
+        printed.numbers,
+        printed.left_out,
+        len(planned.state),
+        max(worst, printed.worst),
+        tolerance.relative,
+        f"{printed.difference} of what it prints" if printed.difference else difference,
+    )
+
+
+def _tolerance(run: ScriptRun) -> tuple[Tolerance, str]:
+    """Return what is allowed, by the least precise type among a run's weights, and the name of that."""
+    import torch
+
+    from polylane.commands.verifying.printed_lines import Tolerance
+    from polylane.verify.audit.step_replay import TOLERANCES
+
+    types = [value.dtype for value in run.state.values() if value.dtype in TOLERANCES]
+    worst = max(types, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+    return Tolerance(TOLERANCES[worst], TOLERANCES[worst] / 1000), str(worst).removeprefix("torch.")
+
+
+def _refuse_unrepeatable(script: str, run: ScriptRun, second_run: ScriptRun) -> None:
+    """Refuse a script that does not compute the same twice, of which nothing can be said.
+
+    Raises:
+        PolylaneError: the weights of two runs differ.
+    """
+    import torch
+
+    for name, value in run.state.items():
+        if name not in second_run.state or not torch.equal(value, second_run.state[name]):
+            raise PolylaneError(
+                f"{script} computes other weights every time that it is run ({name}): seed its random numbers "
+                "(torch.manual_seed, random.seed, numpy.random.seed) for this comparison"
+            )
+
+
+def _compare_states(
+    reference: Mapping[str, Tensor], state: Mapping[str, Tensor], tolerance: Tolerance
+) -> tuple[float, str]:
+    """Return the largest relative difference of weights and buffers, and a sentence on the first that is too large."""
+    import torch
+
+    worst, difference = 0.0, ""
+    for name in [*reference, *(name for name in state if name not in reference)]:
+        if name not in reference or name not in state:
+            return math.inf, f"only one of them has a weight {name}"
+        right, value = reference[name], state[name]
+        if right.shape != value.shape:
+            return math.inf, f"{name} has the shape {list(value.shape)}, not {list(right.shape)}"
+        if not right.is_floating_point() and not right.is_complex():
+            error = 0.0 if torch.equal(right, value) else math.inf
+        else:
+            scale = max(float(right.abs().max()) if right.numel() else 0.0, tolerance.absolute / tolerance.relative)
+            error = float((value - right).abs().max()) / scale if right.numel() else 0.0
+            error = error if math.isfinite(error) else 0.0 if right.equal(value) else math.inf
+        worst = max(worst, error)
+        if not error <= tolerance.relative and not difference:
+            difference = f"{name} differs by {error:.1e} when the script ends"
+    return worst, difference
+
+
+def _sentence(verdict: ScriptVerdict) -> str:
+    subject = f"{format_plural(verdict.workers, 'worker')} ({verdict.plan}) and {verdict.reference}"
+    allowed = f"worst relative error {verdict.worst:.1e}, {verdict.tolerance:.0e} is allowed in {verdict.precision}"
+    if not verdict.passed:
+        return f"NOT equal: {subject} differ; {verdict.difference}; {allowed}."
+    compared = f"{format_plural(verdict.numbers, 'printed number')} and {format_plural(verdict.weights, 'weight')}"
+    left_out = ""
+    if verdict.left_out:
+        left_out = (
+            f"; {format_plural(verdict.left_out, 'number')} not compared, which the plain script changes every time"
+        )
+    return f"Equal: {subject} agree in {compared}; {allowed}{left_out}."

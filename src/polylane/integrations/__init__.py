@@ -1,0 +1,1 @@
+"""Bridges: a plan for the trainers of other libraries."""

@@ -1,0 +1,161 @@
+"""Step outputs: what a step's computation returns besides its loss, put together over microbatches and workers.
+
+The workers that compute the loss have the outputs of their samples, by microbatch. How these make up the value of the
+whole batch is derived from the graph: elements of their samples along some dimension, a mean, a sum, or the same value
+everywhere.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polylane.errors import PolylaneError
+from polylane.graph.graph import Graph
+from polylane.graph.nodes.sample_slice import SampleSlice
+from polylane.placement.placement import Shard
+from polylane.runtime.step_result import StepResult, StepState
+from polylane.runtime.transport.protocol import Transport
+from polylane.samples.batch_layout import BatchLayout
+from polylane.samples.derivation import Derivation
+from polylane.samples.interpretation.additivity import REPLICAS, WHOLE
+
+
+class StepOutputs:
+    """The outputs of one step, of which every worker can have the whole values.
+
+    Args:
+        graph: the captured computation, whose results behind the loss are the outputs.
+        state: this worker's outputs by microbatch; none on workers that do not compute the loss.
+        derive: returns how parts of a batch make up the graph's values; called where an output is gathered.
+        is_whole: whether one worker computes the loss of the whole batch at once.
+        transport: connects all workers of the plan.
+        device: device of the whole values.
+
+    Attributes:
+        device: device of the whole values.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        state: StepState,
+        derive: Callable[[], Derivation],
+        is_whole: bool,
+        transport: Transport,
+        device: torch.device,
+    ) -> None:
+        self._derive, self._is_whole = derive, is_whole
+        self._transport, self.device = transport, device
+        self._parts: list[tuple[SampleSlice, dict[int, Tensor]]] = [
+            (state.sample_slices[i], dict(enumerate(outputs))) for i, outputs in state.outputs.items()
+        ]
+        self._samples = state.tables.samples
+        results: Any = graph.code.fx.output_node().args[0]
+        self._nodes = results[graph.loss_parts :]
+
+    def gather(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the whole value of an output, the same on every worker; collective.
+
+        Args:
+            index: number of the output, from 0.
+            shape: of the whole value.
+            dtype: of the whole value.
+
+        Raises:
+            PolylaneError: it is not known how parts of the batch make up the value.
+        """
+        # Sums of bytes and of integers are exact; of each element but one summand is zero, or all are of one value.
+        wire = torch.uint8 if dtype == torch.bool else dtype
+        result = torch.zeros(tuple(shape), dtype=wire, device=self.device)
+        cut = None if self._is_whole else self._find_cut(index, shape)
+        layout = BatchLayout.SHARDED_BY_SAMPLE if cut else self._layout(index)
+        for part, outputs in self._parts:
+            value = outputs[index].to(wire)
+            if cut is not None:
+                rows = cut.by_sample(result, self._samples).narrow(cut.dim + 1, part.first, part.samples)
+                rows.copy_(cut.by_sample(value, part.samples))
+            elif layout is BatchLayout.MEAN:
+                result += value * (part.samples / self._samples)
+            elif layout is BatchLayout.SUM or part.first == 0:
+                result += value
+        if self._transport.size > 1:
+            result = self._transport.all_reduce(result, range(self._transport.size)).wait()
+        return result.to(dtype)
+
+    def _layout(self, index: int) -> BatchLayout:
+        if self._is_whole:
+            return BatchLayout.REPLICATED
+        node = self._nodes[index]
+        layout = self._derive().batch_layouts.get(str(node.meta.get("name")), BatchLayout.UNKNOWN)
+        if layout in (BatchLayout.UNKNOWN, BatchLayout.SHARDED_BY_SAMPLE):
+            raise PolylaneError(
+                f"how the parts of the batch make up {node.meta.get('name')} is not known, so that its value is not "
+                "known under this plan: compute it from values that have a row for each sample"
+            )
+        return layout
+
+    def _find_cut(self, index: int, shape: Sequence[int]) -> SampleCut | None:
+        """Return along which dimension an output has its samples; None: it has none, or not in equal runs."""
+        shard = self._derive().shards.get(str(self._nodes[index].meta.get("name")))
+        cut = None if shard is None else SampleCut.of_shard(shard)
+        return cut if cut is not None and shape[cut.dim] == cut.runs * self._samples * cut.width else None
+
+    def select(self, index: int | None) -> StepOutputs:
+        """Return the same with the memory of one output alone; None: of none."""
+        selected = copy.copy(self)
+        selected._parts = [(part, {} if index is None else {index: outputs[index]}) for part, outputs in self._parts]
+        return selected
+
+
+@dataclass(frozen=True)
+class SampleCut:
+    """Where a value has the elements of each sample: of (length, samples) viewed as one dimension, ``length`` runs.
+
+    Attributes:
+        dim: dimension along which the samples are.
+        runs: how often all samples come one after another.
+        width: positions that a sample has in each run.
+    """
+
+    dim: int
+    runs: int
+    width: int
+
+    @classmethod
+    def of_shard(cls, shard: Shard) -> SampleCut | None:
+        """Return how a value is cut whose derived state is a shard; None if not in runs of one length."""
+        length = shard.size // len(shard.cuts)
+        if length == 0 or length % WHOLE:
+            return None
+        starts = range(0, shard.size, length)
+        if shard.cuts != tuple((start, start + length // REPLICAS, start + length) for start in starts):
+            return None
+        return cls(shard.dim, len(shard.cuts), length // WHOLE)
+
+    def by_sample(self, value: Tensor, samples: int) -> Tensor:
+        """View a value of that many samples with dimension ``dim`` as (runs, samples, width)."""
+        view: Tensor = value.unflatten(self.dim, (self.runs, samples, self.width))
+        return view
+
+
+@dataclass(frozen=True)
+class ComputedStep:
+    """Forward and backward passes of a step whose update has not been made.
+
+    Attributes:
+        result: the step's loss, and when it was computed.
+        outputs: what its computation returns besides the loss.
+        gradients: what the step's backward passes have computed, by this worker's parameter or shard.
+        trained_names: canonical names of the parameters that have gradients, on all workers.
+    """
+
+    result: StepResult
+    outputs: StepOutputs
+    gradients: dict[nn.Parameter, Tensor]
+    trained_names: frozenset[str]

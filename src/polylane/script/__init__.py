@@ -1,0 +1,1 @@
+"""Ordinary training loops under any plan: what a script computes is recorded, and run by the plan's programs."""

@@ -1,0 +1,400 @@
+"""Training loop: a script's models and optimizers, whose calls are recorded and run under a plan.
+
+    model(x)               recorded
+    loss.backward()        the tape up to the loss runs: forward and backward passes under the plan
+    loss.item()            the value of that run; before backward(), the run is made now and its gradients wait
+    optimizer.step()       the update, on each worker's parameters or shards
+    model(x), no_grad()    a forward pass under the plan; the outputs are whole on every worker
+
+The plan's programs are compiled at the first run that shows what every optimizer trains; every further tape is a
+further form of batch. Runs before that are made on whole models.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from polylane.compile.objectives import needs_closure
+from polylane.errors import PolylaneError
+from polylane.graph.capture.export import python_kept
+from polylane.plan.plan import AnyPlan
+from polylane.runtime.progress.script_calls import collective
+from polylane.runtime.workers.world import World
+from polylane.script.deferred import (
+    DeferredTensor,
+    is_augmented_assignment,
+    is_differentiated,
+    list_deferred,
+    on_copy,
+    plain_tensors,
+    writes_in_place,
+)
+from polylane.script.input_layout import BatchDim
+from polylane.script.model_results import ModelCall
+from polylane.script.parameters import PreparedParameters
+from polylane.script.recorded_calls import Result, outside_inference
+from polylane.script.recording import NeedsValues, Recording, line_of_script
+from polylane.script.tape import Models, find_differentiated
+from polylane.script.tape_runner import TapeRunner
+from polylane.script.training import LoopObserver, WritingByHand
+
+MOST_DEFERRED = 50  # functions in a chain, such as a running sum of losses, before their values are asked for
+
+
+class TrainingLoop:
+    """What a prepared script trains; a recorder for its deferred tensors.
+
+    Args:
+        world: this worker among all workers.
+        models: the models of the script, all that its optimizers train among them.
+        optimizers: its optimizers, on parameters of these.
+        plan: the plan; a line, or a plan read from a file.
+        batch_dim: what the script says of where its tensors have the samples; None: nothing.
+        progress: where the script is in its loops; None: nobody asks.
+
+    Attributes:
+        runner: runs what is recorded.
+        recording: finds what calls return.
+        progress: where the script is in its loops, if checkpoints are saved or gone on from.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        plan: str | AnyPlan,
+        batch_dim: BatchDim | None = None,
+        progress: LoopObserver | None = None,
+    ) -> None:
+        self.progress = progress
+        self._models = list(models)
+        self._by_hand = {optimizer for optimizer in optimizers if needs_closure(optimizer)}
+        owners = {id(parameter): number for number, model in enumerate(models) for parameter in model.parameters()}
+        for optimizer in optimizers:
+            if any(id(parameter) not in owners for parameter in _parameters_of(optimizer)):
+                raise PolylaneError(
+                    f"the {type(optimizer).__name__} has parameters of no model that prepare() was given: give it all "
+                    "models that are trained, and put a parameter of the script's own into one (nn.ParameterList([p]))"
+                )
+            self._take_over(optimizer)
+        names = {id(parameter): name for name, parameter in Models(models).named_parameters()}
+        self._names = {o: [names[id(p)] for p in _parameters_of(o)] for o in optimizers}
+        planned = [WritingByHand(_parameters_of(o)) if o in self._by_hand else o for o in optimizers]
+        self._trained = {o: frozenset(owners[id(p)] for p in _parameters_of(o)) for o in planned}
+        self.runner = TapeRunner(world, models, self._trained, plan, batch_dim)
+        self.recording = Recording(self, models, self.runner.written_lines)
+        self._parameters = self.runner.parameters = PreparedParameters(
+            self.runner.models, optimizers, self._defer_parameter, self._value_of, self.runner.record_write
+        )
+
+    @property
+    def world(self) -> World:
+        """This worker among all workers."""
+        return self.runner.world
+
+    def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the optimizer's ``step`` and ``zero_grad`` act on what this worker holds of the parameters.
+
+        One that cannot step without a closure evaluates the loss as often as it likes, and then writes the weights as
+        a script does by hand: its ``step`` stays what it is, and the plan has no part in it.
+        """
+        plain_step, plain_zero_grad = optimizer.step, optimizer.zero_grad
+
+        @functools.wraps(plain_step)
+        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if self.runner.is_running:
+                return plain_step() if closure is None else plain_step(closure)
+            return self.step(optimizer, closure)
+
+        @functools.wraps(plain_zero_grad)
+        def zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+            with self.runner.running():
+                plain_zero_grad(set_to_none)
+                if set_to_none:
+                    self._clear_gradients(self._names[optimizer])
+
+        plain_state_dict, plain_load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+
+        @functools.wraps(plain_state_dict)
+        def state_dict() -> dict[str, Any]:
+            return self.runner.call_with_whole_state(optimizer, plain_state_dict)
+
+        @functools.wraps(plain_load_state_dict)
+        def load_state_dict(state: dict[str, Any]) -> None:
+            self.runner.load_whole_state(optimizer, lambda: plain_load_state_dict(state))
+
+        # Methods, not functions: a scheduler made after this one wraps the function of the method that it finds.
+        optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+        if optimizer not in self._by_hand:
+            optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+            optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict  # type: ignore
+
+    # ---- recording ---------------------------------------------------------------------------------------------------
+
+    def call_model(self, target: ModelCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Record a call of a model; without gradients its results are computed now."""
+        hooks, assigned = self.runner.hooks, self.runner.assigned
+        with assigned.taken_off():
+            if hooks.has_new(target.model):
+                with python_kept(self._models[target.model]), hooks.tried(target.model):
+                    self.recording.try_call(target, args, kwargs)
+            watched = target._replace(watched=hooks.list_watched(target.model, target.path))
+            result: Any = None
+            attributes: Sequence[Any] | None = None
+            while attributes != self.recording.list_assigned(target):  # once more where a call shows that it assigns
+                attributes = self.recording.list_assigned(target)
+                watched = watched._replace(assigned=attributes)
+                result = self._record(None, args, kwargs, watched)
+        if not torch.is_grad_enabled():
+            self.runner.run_forward([Result(tensor.call, tensor.position) for tensor in list_deferred(result)])
+            result = tree_map_only(DeferredTensor, self._value_of, result)
+        if watched.watched or watched.assigned:
+            result, calls, values = result
+            assigned.assign(self._models[target.model], watched.assigned, values)
+            hooks.call(target.model, calls)
+        return result
+
+    def record(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Record a function of deferred tensors; one whose result depends on their numbers is run instead."""
+        if kwargs.get("out") is not None or kwargs.get("inplace") or writes_in_place(func.__name__):
+            return self._write(func, args, kwargs)
+        try:
+            return self._record(func, args, kwargs)
+        except NeedsValues:
+            if not is_differentiated(args, kwargs):
+                return self.compute(func, args, kwargs)
+            # Its gradient is part of a loss's: computed now are the numbers that its results' shapes depend on.
+            return self._record(func, args, kwargs, values=[*map(self._value_of, list_deferred((args, kwargs)))])
+
+    def _record(
+        self,
+        func: Callable[..., Any] | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: ModelCall | None = None,
+        values: Sequence[Tensor] | None = None,
+    ) -> Any:
+        with outside_inference():
+            result = self.recording.record(func, args, kwargs, target, self.runner.updates, values)
+        call = next((leaf.call for leaf in list_deferred(result)), None)
+        if call is not None:
+            self.runner.live.add(call)
+            if call.depth > MOST_DEFERRED:
+                self.runner.settle(call)
+            if call.draws and func is not None:
+                for drawn in call.live_results():  # now, in the order of the script's other random numbers
+                    if not drawn.metadata.requires_grad:
+                        self.runner.value_of(drawn)
+        return result
+
+    def _write(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Record a write in place as a call that returns what it leaves there; into a real tensor, write the values."""
+        target = kwargs.get("out", args[0] if args else None)
+        if not isinstance(target, DeferredTensor):
+            if not is_differentiated(args, kwargs):
+                return self.compute(func, args, kwargs)
+            if not is_augmented_assignment():  # ``total += loss`` makes the name that of the sum
+                self.refuse(
+                    f"{func.__name__} writes what a gradient flows through into a tensor of the script's: use a "
+                    "function that returns a new tensor (torch.stack of a list, total = total + loss), or detach it"
+                )
+            total: Any = self._record(on_copy(func), (target.clone(), *args[1:]), kwargs)
+            total.call.replaced = weakref.ref(target)
+            return total
+        if "out" in kwargs or self.runner.live.is_aliased(target):
+            self.refuse(
+                f"{func.__name__} writes into a tensor that the step is still to compute, and that is a view, or of "
+                "which there are views: use the function that returns a new tensor"
+            )
+        result: Any = self._record(on_copy(func), args, kwargs)
+        target.call, target.position, target.metadata, target.form = (
+            result.call,
+            result.position,
+            result.metadata,
+            result.form,
+        )
+        result.call.live[result.position] = weakref.ref(target)
+        return target
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Refuse what a script does with a deferred tensor, with its line."""
+        raise PolylaneError(f"{line_of_script()}: {reason}")
+
+    def compute(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function on the values of deferred tensors."""
+        with plain_tensors():
+            args, kwargs = tree_map_only(Tensor, self._value_of, (tuple(args), dict(kwargs)))
+            return func(*args, **kwargs)
+
+    def _value_of(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DeferredTensor):
+            return cast(Tensor, self._parameters.read_value(tensor))
+        loop: TrainingLoop = tensor.call.recorder
+        return loop.runner.value_of(Result(tensor.call, tensor.position))
+
+    def take_argument(self, tensor: Tensor) -> Tensor:
+        """Return what is recorded for a tensor among a call's arguments.
+
+        Raises:
+            PolylaneError: it is trained by another call of ``prepare()``.
+        """
+        if not isinstance(tensor, DeferredTensor):
+            return cast(Tensor, self._parameters.take_argument(tensor))
+        if tensor.call.recorder is self:
+            return tensor
+        if tensor.requires_grad:
+            self.refuse(
+                "what models of two calls of prepare() return meets in one loss: give all models that are trained "
+                "together to one call of it"
+            )
+        return self._value_of(tensor)
+
+    def _defer_parameter(self, name: str) -> DeferredTensor:
+        """Return a parameter as a deferred tensor, whose gradient is taken with that of the loss it becomes part of."""
+        model, *path, key = name.split(".")
+        target = ModelCall(self.runner.models.numbers[model], ".".join(path), "__getattr__")
+        parameter: DeferredTensor = self._record(None, [key], {}, target)
+        return parameter
+
+    # ---- backward and step -------------------------------------------------------------------------------------------
+
+    @collective("loss.backward")
+    def backward(
+        self,
+        root: DeferredTensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Add the gradients of a loss to those of the parameters."""
+        if gradient is not None or create_graph or inputs is not None:
+            self.refuse(
+                "backward(gradient, create_graph, inputs): a prepared script calls backward() of a scalar loss alone: "
+                "weigh the losses, and add them up before"
+            )
+        result = Result(root.call, root.position)
+        if not result.is_loss:
+            raise RuntimeError("backward() can be called on a scalar loss that depends on parameters")
+        run, position = result.call.runs.get(result.position, (None, None))
+        with self.runner.running():  # once, for guards are taken off and put on again
+            if run is None or position is not None:
+                run = self.runner.run_loss(result)
+            if run.is_accumulated and result.call.is_released:
+                raise RuntimeError(
+                    "backward() was called before on this loss: pass retain_graph=True to the first call"
+                )
+            self.runner.accumulate(run, keeps=bool(retain_graph))
+        if self.progress is not None:
+            self.progress.note_backward()
+        if not retain_graph:
+            for call in find_differentiated(result):
+                call.is_released = True
+        self.runner.live.forget_dead()
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Step an optimizer on what this worker holds of the parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.runner.step(optimizer)
+        if self.progress is not None:
+            self.progress.note_step()
+        return loss
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    def _prefix(self, target: ModelCall) -> str:
+        """Return what names of a module's tensors begin with, of those of all models."""
+        return ".".join(filter(None, (self.runner.models.child_name(target.model), target.path))) + "."
+
+    def zero_grad(self, target: ModelCall) -> None:
+        """Clear the gradients of a module's parameters."""
+        prefix, module = self._prefix(target), self._models[target.model].get_submodule(target.path)
+        with self.runner.running():
+            self._clear_gradients([prefix + name for name, _ in module.named_parameters()])
+            module.zero_grad()
+
+    def _clear_gradients(self, names: Sequence[str]) -> None:
+        if self.runner.job is not None:
+            self.runner.role.clear_gradients(names)
+
+    @collective("model.state_dict")
+    def state_dict(self, target: ModelCall) -> dict[str, Any]:
+        """Return the state of a module, whole on every worker; collective under a plan."""
+        with self.runner.running():
+            tensors = self._models[target.model].get_submodule(target.path).state_dict()
+        prefix, state = self._prefix(target), {} if self.runner.job is None else self.runner.job.state_dict()
+        # In the module's own dict, with its versions and with what is no tensor.
+        for name, value in tensors.items():
+            if isinstance(value, Tensor):
+                full = state.get(prefix + name)
+                tensors[name] = value.detach().clone() if full is None else full.to(value.device)
+        return tensors
+
+    def load_state_dict(self, target: ModelCall, state: Mapping[str, Tensor], strict: bool) -> Any:
+        """Load the state of a module, the same on every worker, each of which takes its part."""
+        module = self._models[target.model].get_submodule(target.path)
+        if self.runner.job is None:
+            with self.runner.running():
+                return module.load_state_dict(state, strict)
+        with self.runner.running():
+            tensors = module.state_dict(keep_vars=True)
+        names = tensors.keys()
+        missing, unexpected = sorted(names - state.keys()), sorted(state.keys() - names)
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"load_state_dict: missing keys: {missing}; unexpected keys: {unexpected}")
+        prefix = self._prefix(target)
+        # By tensor: a state may have one name of several that are tied.
+        values = {id(tensor): state[name] for name, tensor in tensors.items() if name in state}
+        new_values = {prefix + name: values[id(tensor)] for name, tensor in tensors.items() if id(tensor) in values}
+        full = self.runner.job.state_dict() | new_values
+        self.runner.job.load_state_dict(full)
+        return nn.Module().load_state_dict({})._replace(missing_keys=missing, unexpected_keys=unexpected)
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """Whether each model is in training mode."""
+        return tuple(model.training for model in self._models)
+
+    @collective("the end of the training")
+    def release(self) -> None:
+        """End the training: models and optimizers are whole on every worker, and nothing is recorded; collective."""
+        runner = self.runner
+        for result in runner.live.list_unsettled():
+            runner.value_of(result)
+        if runner.job is not None:
+            optimizers = [optimizer for optimizer in self._names if optimizer not in self._by_hand]
+            states = [optimizer.state_dict() for optimizer in optimizers]
+            state = runner.job.state_dict()
+            elsewhere = [name for name, _ in runner.models.named_buffers() if runner.role.is_elsewhere(name)]
+            with runner.running():
+                runner.role.release_model(state | {name: runner.role.read_value(name) for name in elsewhere})
+        assert runner.parameters is not None
+        runner.parameters.release()
+        runner.is_running = True  # from now on the calls of models and optimizers are their own
+        if runner.job is not None:
+            for optimizer, whole_state in zip(optimizers, states, strict=True):
+                optimizer.load_state_dict(whole_state)
+
+    @collective("the end of the script")
+    def close(self) -> None:
+        """End the training; collective."""
+        if self.progress is not None:
+            self.progress.finish()
+        if self.runner.job is not None:
+            self.runner.job.close()
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

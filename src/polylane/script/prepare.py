@@ -1,0 +1,147 @@
+"""``polylane.prepare``: an ordinary training loop under any plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, TypeVar, get_args
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from polylane.errors import PolylaneError
+from polylane.faults import told_as_fault
+from polylane.graph.python_state.compiler import without_compiler
+from polylane.graph.python_state.random_generators import generators_kept
+from polylane.plan.plan import AnyPlan
+from polylane.runtime.state.random_state import collect_generators, restore_generators
+from polylane.runtime.workers.world import World
+from polylane.script.deferred import record_functions
+from polylane.script.input_layout import BatchDim
+from polylane.script.loop import TrainingLoop
+from polylane.script.model_results import ModelCall
+from polylane.script.prepared_model import PreparedModel
+from polylane.script.resuming.loader import follow_loader
+from polylane.script.session import current_session
+from polylane.script.shared_saves import share_saves
+from polylane.script.training import LoopObserver, WritingByHand
+from polylane.verify.audit import AuditMode
+
+T = TypeVar("T")
+
+
+@told_as_fault("polylane.prepare")
+def prepare(
+    *objects: Any,
+    plan: str | AnyPlan | None = None,
+    batch_dim: BatchDim | None = None,
+    audit: AuditMode | None = None,
+) -> Any:
+    """Prepare the models, optimizers, loaders and schedulers of a training loop, which stays as it is.
+
+    Args:
+        objects: models, optimizers, data loaders and learning-rate schedulers, in any order. A script that writes
+            its weights without an optimizer gives none.
+        plan: the plan. Default: that of ``polylane run --plan``, or of the environment variable ``POLYLANE_PLAN``;
+            without one, the objects are returned as they are.
+        batch_dim: dimension along which the tensors that the loop gives to its models and losses have the samples, 1
+            for (length, batch); or a function that returns it for a tensor, or None for one that belongs to the batch
+            as a whole. Default: found by lengths that agree, dimension 0 first, and proven before it is used.
+        audit: "auto" computes some steps a second time on one device, within 1% of the training's time, and raises an
+            error where loss or gradients differ; "warn" warns of it, "stop" audits more often, "off" never. Default:
+            that of ``polylane run --audit``, or "auto".
+
+    Returns:
+        The objects in the same order; a single one by itself.
+    """
+    session = current_session()
+    plan = session.choose_plan(plan)
+    models = [value for value in dict.fromkeys(objects) if isinstance(value, nn.Module)]
+    if plan is None:
+        session.models.extend(models)
+        return objects if len(objects) != 1 else objects[0]
+    if audit not in (None, *get_args(AuditMode)):
+        raise PolylaneError(f"audit={audit!r}: give one of {', '.join(get_args(AuditMode))}")
+    optimizers = [value for value in objects if isinstance(value, torch.optim.Optimizer)]
+    if not models:
+        raise PolylaneError("prepare() takes the models of a loop, their optimizers, loaders and schedulers")
+    # A loop that writes the weights itself has none: this one says what is trained, and never steps.
+    optimizers = optimizers or [WritingByHand([p for model in models for p in model.parameters() if p.requires_grad])]
+    progress = session.progress if session.progress.is_active else None
+    plain_models = [without_compiler(model) for model in models]
+    loop = open_loop(plain_models, optimizers, plan, batch_dim, progress)
+    loop.runner.audit_mode = audit or loop.runner.audit_mode
+    prepared = {
+        id(model): PreparedModel(loop, ModelCall(number), plain_model, is_compiled=plain_model is not model)
+        for number, (model, plain_model) in enumerate(zip(models, plain_models, strict=True))
+    }
+    session.models.extend(prepared.values())
+    if progress is not None:
+        loaders = [value for value in objects if isinstance(value, DataLoader)]
+        for number, loader in enumerate(loaders):
+            follow_loader(loader, number, progress)
+        known_ids = {id(value) for value in (*models, *optimizers, *loaders)}
+        progress.watch(loop, loaders, [o for o in objects if id(o) not in known_ids and hasattr(o, "load_state_dict")])
+    result = tuple(prepared.get(id(value), value) for value in objects)
+    return result if len(result) != 1 else result[0]
+
+
+def open_loop(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    plan: str | AnyPlan,
+    batch_dim: BatchDim | None = None,
+    progress: LoopObserver | None = None,
+) -> TrainingLoop:
+    """Return the loop of a script that calls these models and optimizers; collective.
+
+    Args:
+        models: the models, all that the optimizers train among them.
+        optimizers: the optimizers, on parameters of these.
+        plan: the plan; a line, or a plan read from a file.
+        batch_dim: where tensors have the samples, as of :func:`prepare`.
+        progress: what follows the loop's steps, for its checkpoints.
+    """
+    session = current_session()
+    with generators_kept():
+        world = session.join_world()
+        loop = TrainingLoop(world, models, optimizers, plan, batch_dim, progress)
+    loop.runner.audit_mode = session.audit
+    loop.runner.recorder = session.recorder if not session.loops else None
+    session.loops.append(loop)
+    _agree_on_random_numbers(world)
+    share_saves(world)
+    record_functions()
+    torch.compiler.set_stance("force_eager")  # what the script has compiled would not be recorded
+    return loop
+
+
+def _agree_on_random_numbers(world: World) -> None:
+    """Give every worker the generator states of rank 0, so that scripts without a seed shuffle and draw alike."""
+    if world.size > 1:
+        restore_generators(world.all_gather_object(collect_generators(world.accelerator))[0], world.accelerator)
+
+
+def epochs(values: Iterable[T]) -> Iterator[T]:
+    """Yield the epochs of a training loop; a resumed run passes over those that are finished.
+
+    A script that saves checkpoints (``polylane run --save-every``) and makes more than one pass through its data writes
+    ``for epoch in polylane.epochs(range(10)):``. Elsewhere the values are yielded as they are.
+
+    Args:
+        values: the epochs, such as ``range(10)``, the same whenever the script is started.
+    """
+    return current_session().progress.epochs(values)
+
+
+def resumed(**values: Any) -> SimpleNamespace:
+    """Return variables of the script that its checkpoints hold, with the values that they have at first.
+
+    ``kept = polylane.resumed(best=0.0)`` is read and written as ``kept.best``. Where a resumed run goes on, the
+    variables have the values that they had there.
+
+    Args:
+        values: numbers, texts, small tensors and containers of these; or objects with a ``state_dict``.
+    """
+    return current_session().progress.remember(values)

@@ -1,0 +1,115 @@
+"""Script session: what the command that runs a script asks of it, for ``prepare`` to read."""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from polylane.diagnosis.stacks import Frame
+from polylane.errors import ActionFailed, PolylaneError
+from polylane.plan.plan import AnyPlan
+from polylane.runtime.progress.script_watch import watch_script
+from polylane.runtime.workers.world import World
+from polylane.script.resuming.progress import ScriptProgress
+from polylane.verify.audit import AuditMode
+
+if TYPE_CHECKING:
+    from polylane.script.loop import TrainingLoop
+    from polylane.script.training import StepRecorder
+
+PLAN_VARIABLE = "POLYLANE_PLAN"
+
+
+@dataclass(frozen=True)
+class ScriptSession:
+    """What is asked of a script by the command that runs it.
+
+    Attributes:
+        plan: the plan; a line, "auto", or a plan that was read from a file. None: the script runs as it is.
+        world: this worker among all workers; None: that of the launcher which started this process.
+        checkpoints: folder of the run's checkpoints; None: none are saved.
+        resume_from: folder of the checkpoint to go on from; None: the script begins.
+        save_every: when checkpoints are saved, as the text of --save-every; None: never.
+        keep: number of newest checkpoints that are kept.
+        continues_on_disk_error: whether a checkpoint that could not be saved is a warning, and the training goes on.
+        recorder: records the steps of what is prepared first; None: nobody does.
+        audit: whether some steps are computed a second time on one device, and what follows from a difference.
+        is_plain: whether the script runs as it is, whatever plan it names itself.
+        tell: called on every worker with each message about the run, a dict of plain values with its "kind".
+        loops: the training loops that the script has prepared.
+        models: the models that the script has prepared, or was given back as they are.
+    """
+
+    plan: str | AnyPlan | None = None
+    world: World | None = None
+    checkpoints: Path | None = None
+    resume_from: Path | None = None
+    save_every: str | None = None
+    keep: int = 3
+    continues_on_disk_error: bool = True
+    recorder: StepRecorder | None = None
+    audit: AuditMode = "auto"
+    is_plain: bool = False
+    tell: Callable[[dict[str, Any]], None] = lambda message: None
+    loops: list[TrainingLoop] = field(default_factory=list, compare=False)
+    models: list[nn.Module] = field(default_factory=list, compare=False)
+
+    @cached_property
+    def progress(self) -> ScriptProgress:
+        """Where the script is in its loops, and its checkpoints."""
+        return ScriptProgress(
+            self.checkpoints, self.resume_from, self.save_every, self.keep, self.continues_on_disk_error
+        )
+
+    def choose_plan(self, plan: str | AnyPlan | None) -> str | AnyPlan | None:
+        """Return the plan of a script that names one itself, or none; None where it runs as it is."""
+        return None if self.is_plain else plan or self.plan
+
+    def join_world(self) -> World:
+        """Return this worker among all workers, which are watched."""
+        return watch_script(World.join(), "stop", None) if self.world is None else self.world
+
+    def close(self) -> None:
+        """End the script's trainings; collective."""
+        for loop in self.loops:
+            loop.close()
+
+
+_sessions: list[ScriptSession] = []
+
+
+def current_session() -> ScriptSession:
+    """Return the session of the command that runs this script; without one, that of the environment's variables."""
+    return _sessions[-1] if _sessions else ScriptSession(os.environ.get(PLAN_VARIABLE))
+
+
+@contextmanager
+def running_session(session: ScriptSession) -> Iterator[None]:
+    """Context manager: the script that runs in it is asked for what the session says."""
+    _sessions.append(session)
+    try:
+        yield
+    except (PolylaneError, ActionFailed) as error:
+        cause = error.cause if isinstance(error, ActionFailed) else error
+        if isinstance(cause, PolylaneError):
+            _name_line(cause, error)
+        raise
+    finally:
+        _sessions.remove(session)
+
+
+def _name_line(error: PolylaneError, raised: Exception) -> None:
+    """Begin an error's sentence with the line of the script that has raised it, unless it names one of that file."""
+    frames = (Frame(f.f_code.co_filename, line, "") for f, line in traceback.walk_tb(raised.__traceback__))
+    script_frames = [frame for frame in frames if frame.is_users]
+    if script_frames and not re.search(rf"{re.escape(Path(script_frames[-1].file).name)}(:| line )\d", str(error)):
+        error.args = f"{script_frames[-1].file}:{script_frames[-1].line}: {error}", *error.args[1:]

@@ -1,0 +1,400 @@
+"""Tape runner: gives the values of what a loop has recorded, by running the tapes that they need.
+
+a loss                 the tape up to it: forward and backward passes, whose gradients wait for ``backward()``
+before backward()      the youngest loss that depends on the value, if the script has one
+without a loss         a forward pass
+after a run            a result of the run, or computed from its results
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from polylane.errors import PolylaneError
+from polylane.graph.argument_trees import flatten_tree
+from polylane.graph.python_state.forward_hooks import AssignedTensors, ForwardHooks
+from polylane.graph.python_state.random_generators import generators_kept
+from polylane.plan.plan import AnyPlan
+from polylane.runtime.checkpoint.gathered_optimizer import ParameterOrder, cut_state, having_whole_parameters
+from polylane.runtime.progress.script_calls import collective
+from polylane.runtime.stale_weights import allow_own_calls
+from polylane.runtime.step_result import StepResult
+from polylane.runtime.workers.world import World
+from polylane.script.deferred import plain_tensors, unflatten_arguments
+from polylane.script.input_layout import BatchDim
+from polylane.script.parameters import PreparedParameters
+from polylane.script.recorded_calls import (
+    LiveCalls,
+    RecordedCall,
+    Result,
+    Use,
+    find_model_results,
+    in_recorded_modes,
+    is_replayable,
+    outside_inference,
+)
+from polylane.script.role import ScriptJob, ScriptRole
+from polylane.script.start import SavedScript, restore_whole, start_script
+from polylane.script.tape import Models, Tape, TapeBook
+from polylane.script.training import (
+    OBJECTIVE,
+    PlainTraining,
+    PlannedRun,
+    PlannedTraining,
+    StepRecorder,
+    TapeRun,
+    Training,
+    WritingByHand,
+)
+from polylane.verify.audit import AuditMode
+from polylane.verify.audit.passes_audit import PassesAudit
+
+T = TypeVar("T")
+
+
+class TapeRunner:
+    """Runs the tapes of a loop: on whole models at first, then under the plan.
+
+    Args:
+        world: this worker among all workers.
+        models: the models of the script, in the order of its loop.
+        optimizers: the optimizers of the script, by the models whose parameters they have.
+        plan: the plan; a line, or a plan read from a file.
+        batch_dim: what the script says of where its tensors have the samples; None: nothing.
+
+    Attributes:
+        audit: compares some steps with those of one device; None before the training under the plan.
+        audit_mode: whether some steps are computed a second time, and what follows from a difference.
+        models: the models as one.
+        hooks: the forward hooks of the models.
+        assigned: what forwards have assigned to attributes of modules.
+        live: the calls of which the script holds results.
+        tapes: what was run so far, each form once.
+        written_lines: by a line of the script, whether it writes in place into what was an argument there.
+        job: the training under the plan; None before that.
+        is_running: whether the models run for polylane, and not for the script.
+        updates: number of optimizer steps so far.
+        world: this worker among all workers.
+        recorder: records the steps under the plan; None: nobody does.
+        steps: number of steps of the optimizer that has stepped most often, those before a resumed run among them.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        models: Sequence[nn.Module],
+        optimizers: Mapping[torch.optim.Optimizer, frozenset[int]],
+        plan: str | AnyPlan,
+        batch_dim: BatchDim | None = None,
+    ) -> None:
+        self.audit: PassesAudit | None = None
+        self.audit_mode: AuditMode = "auto"
+        self.world, self._optimizers, self._plan, self._batch_dim = world, optimizers, plan, batch_dim
+        self.hooks, self.assigned = ForwardHooks(models), AssignedTensors()
+        self.models, self.live, self.tapes = Models(models), LiveCalls(), TapeBook()
+        self.written_lines = dict[str, bool]()
+        self._plain = PlainTraining(models)
+        self._training: Training = self._plain
+        self.parameters: PreparedParameters | None = None  # set by the loop, which records what is read of them
+        self.job: ScriptJob | None = None
+        self.recorder: StepRecorder | None = None
+        self._results = list[StepResult]()  # of the backward passes since the last step
+        self._resumed: SavedScript | None = None  # restored before the plan's programs were compiled
+        self.steps, self._counts = 0, dict.fromkeys(optimizers, 0)
+        self._orders = dict[torch.optim.Optimizer, ParameterOrder]()
+        self.is_running = False
+        self.updates, self._stepped_at = 0, dict[int, int]()  # by model, the number of its last update
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+
+    @property
+    def role(self) -> ScriptRole:
+        """This worker's role in the training under the plan, which must have begun."""
+        assert self.job is not None
+        role = self.job.worker
+        assert isinstance(role, ScriptRole)
+        return role
+
+    def value_of(self, result: Result) -> Tensor:
+        """Return the value of a result, whole on every worker; runs what is needed for it."""
+        call, index = result
+        if index not in call.values:
+            if index not in call.runs and not is_replayable(call):
+                self._run_for(result)
+            call.values[index] = self._read(result) if index in call.runs else self._replay(call)[index]
+        return call.values[index]
+
+    @collective("output.item")
+    def _gather(self, run: TapeRun, position: int, metadata: Tensor) -> Tensor:
+        return run.output(position, metadata)
+
+    def _read(self, result: Result) -> Tensor:
+        """Return a value that a run has computed; collective, but for the loss of a run."""
+        run, position = result.call.runs[result.position]
+        with self.running():
+            value: Tensor = (
+                run.loss(result.metadata.dtype) if position is None else self._gather(run, position, result.metadata)
+            )
+        return value
+
+    def _replay(self, call: RecordedCall) -> list[Any]:
+        """Compute a function's results from the values of its arguments."""
+        if call.is_parameter:
+            return [self.read_parameter(call)]
+        leaves = [self.value_of(leaf) if isinstance(leaf, Result) else leaf for leaf in call.leaves]
+        args, kwargs = unflatten_arguments([x.tensor if isinstance(x, Use) else x for x in leaves], call.spec)
+        assert call.func is not None
+        with torch.no_grad(), plain_tensors(), call.modes.cast():
+            return flatten_tree(call.func(*args, **kwargs))[0]
+
+    def settle(self, call: RecordedCall) -> None:
+        """Compute a call's values now, if they follow from runs that were made, so that chains of calls stay short."""
+        if is_replayable(call):
+            for result in call.live_results():
+                self.value_of(result)
+            call.forget_arguments()
+            call.depth = 0
+
+    def read_parameter(self, call: RecordedCall) -> Tensor:
+        """Return the value of a parameter that a call takes, whole; collective where workers hold parts."""
+        assert call.target is not None
+        assert self.parameters is not None
+        if self._stepped_at.get(call.target.model, 0) > call.updates:
+            self._refuse_stepped_call(call)
+        path = (self.models.child_name(call.target.model), call.target.path, str(call.leaves[0]))
+        with self.running():
+            return self.parameters.value_of(".".join(filter(None, path))).clone()
+
+    def _run_for(self, result: Result) -> None:
+        """Run a tape that computes a value: that of a loss of the script's which depends on it, if there is one."""
+        if result.is_loss:
+            self.run_loss(result)
+            return
+        if (loss := self.live.find_loss(result.call)) is not None:
+            self.run_loss(loss)
+        if result.position not in result.call.runs and not is_replayable(result.call):
+            # All else follows from what the models return, which is put together row by row.
+            self.run_forward(find_model_results(result))
+
+    # ---- runs --------------------------------------------------------------------------------------------------------
+
+    def _collect(self, roots: Iterable[Result], is_forward: bool = False) -> list[RecordedCall]:
+        """Return the calls that results depend on and whose values are not known, in order.
+
+        Args:
+            roots: the results that are wanted.
+            is_forward: whether nothing is differentiated, so that any known value will do.
+        """
+        needed, stack = dict[int, RecordedCall](), [root.call for root in roots]
+        while stack:
+            call = stack.pop()
+            if call.number in needed:
+                continue
+            if call.is_released:
+                raise RuntimeError(
+                    f"backward() has gone through {call.line} before: pass retain_graph=True to the first call of it"
+                )
+            if call.draws and call.has_run:
+                raise PolylaneError(
+                    f"{call.line} draws random numbers (a dropout), and would draw others now that its result is used "
+                    "in a second step of the plan: call backward() once for the sum of the losses, and ask for values "
+                    "behind it"
+                )
+            needed[call.number] = call
+            for leaf in call.leaves:
+                if isinstance(leaf, Result) and not self._becomes_input(leaf, is_forward):
+                    stack.append(leaf.call)
+                elif isinstance(leaf, Use) and leaf.is_written:
+                    self.written_lines[call.line] = True
+                    if leaf.original is not None:
+                        continue
+                    raise PolylaneError(
+                        f"a tensor of shape {tuple(leaf.tensor.shape)} was written in place after it was used "
+                        f"({call.line}) and before the step was computed: write into a copy"
+                    )
+        return [needed[number] for number in sorted(needed)]
+
+    def _becomes_input(self, leaf: Result, is_forward: bool) -> bool:
+        """Return whether a result is an input of a tape by its value: it has no gradient, and was computed before."""
+        if leaf.metadata.requires_grad and not is_forward:
+            return False
+        if leaf.position not in leaf.call.values and (leaf.position in leaf.call.runs or is_replayable(leaf.call)):
+            self.value_of(leaf)
+        return leaf.position in leaf.call.values
+
+    @collective("loss.item")
+    def run_loss(self, root: Result) -> TapeRun:
+        """Run the forward and backward passes of a loss; the gradients wait for ``backward()``."""
+        calls = self._collect([root])
+        self._refuse_stepped(calls)
+        outputs = self.live.choose_outputs(calls, root)
+        tape, inputs = self.tapes.find(calls, root, outputs)
+        with self.running(), in_recorded_modes(list(self.models.children()), calls):
+            training = self._training_for(tape, inputs)
+            if training is self._plain and self._resumed is not None and any(call.draws for call in calls):
+                raise PolylaneError(
+                    f"{tape.line}: a resumed script cannot draw the random numbers (a dropout) that its unbroken run "
+                    "had, in a step before all its optimizers have stepped: begin it anew, or leave the dropout out"
+                )
+            run = training.compute(tape, inputs)
+        root.call.runs[root.position] = run, None
+        self._record_run(run, calls, outputs)
+        return run
+
+    @collective("model")
+    def run_forward(self, results: Sequence[Result]) -> None:
+        """Run a tape without a backward pass."""
+        calls, outputs = self._collect(results, is_forward=True), list(dict.fromkeys(results))
+        if not any(result.metadata.is_floating_point() for result in outputs):
+            # What serves as the loss of the program.
+            of_models = (Result(c, i) for c in calls if c.target is not None for i in range(len(c.results)))
+            outputs += [r for r in of_models if isinstance(r.metadata, Tensor) and r.metadata.is_floating_point()]
+        self._refuse_stepped(calls)
+        tape, inputs = self.tapes.find(calls, None, outputs)
+        with self.running(), in_recorded_modes(list(self.models.children()), calls):
+            run = self._training.evaluate(tape, inputs)
+        self._record_run(run, calls, outputs)
+
+    def _record_run(self, run: TapeRun, calls: Sequence[RecordedCall], outputs: Sequence[Result]) -> None:
+        # Each result has the memory of its own: a list of losses must not keep all else that their steps computed.
+        for position, result in enumerate(outputs):
+            result.call.runs[result.position] = run.select(position), position
+        run.forget_outputs()
+        for call in calls:
+            call.has_run = True
+            self.written_lines.setdefault(call.line, False)
+
+    def _refuse_stepped(self, calls: Sequence[RecordedCall]) -> None:
+        """Refuse to differentiate a model's call with other weights than it was made with."""
+        for call in calls:
+            if call.target is not None and self._stepped_at.get(call.target.model, 0) > call.updates:
+                self._refuse_stepped_call(call)
+
+    def _refuse_stepped_call(self, call: RecordedCall) -> NoReturn:
+        raise PolylaneError(
+            f"what the model returned ({call.line}) is asked for after its optimizer's step(), or a write of its "
+            "weights, which are others by now: call backward() before that, or call the model again"
+        )
+
+    def record_write(self, name: str) -> None:
+        """Record that the script has written a parameter, by its name among those of all models."""
+        self.updates += 1
+        self._stepped_at[self.models.numbers[name.split(".")[0]]] = self.updates
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context manager: calls of the models are polylane's own."""
+        if self.is_running:
+            yield
+            return
+        self.is_running = True
+        try:
+            # Not under plain_tensors(): torch.export records sizes by proxies that answer functions of torch.
+            with outside_inference(), allow_own_calls(), self.hooks.taken_off(), self.assigned.taken_off():
+                yield
+        finally:
+            self.is_running = False
+
+    def _training_for(self, tape: Tape, inputs: Sequence[Tensor]) -> Training:
+        """Return what runs a loss's tape; the plan's programs are compiled once all that is trained was seen."""
+        if self.job is None:
+            untrained = [optimizer for optimizer, models in self._optimizers.items() if not models <= tape.trained]
+            trained = tape.trained.union(*(example.trained for example, _ in self._plain.examples.values()))
+            if all(
+                self._optimizers[o] <= trained if isinstance(o, WritingByHand) else id(o) in self._plain.stepped
+                for o in untrained
+            ):
+                self._start(tape, inputs)
+        return self._training
+
+    def _start(self, tape: Tape, inputs: Sequence[Tensor]) -> None:
+        """Compile the plan's programs, and give each worker its part of what whole models have had so far."""
+        parameter_names = {id(parameter): name for name, parameter in self.models.named_parameters()}
+        self._orders = {optimizer: ParameterOrder.of(optimizer, parameter_names) for optimizer in self._optimizers}
+        trained = frozenset[int]().union(*self._optimizers.values())
+        tapes, examples = self._plain.choose_examples(tape, inputs, trained)
+        joined = self.tapes.join(tapes)
+        gradients = {n: p.grad for n, p in self.models.named_parameters() if p.grad is not None}
+        self.models.zero_grad()
+        optimizers = list(self._optimizers)
+        with generators_kept():
+            self.job, layout, self.audit = start_script(
+                self.world, self.models, optimizers, joined, examples, self._plan, self._batch_dim, self.audit_mode
+            )
+        role = self.role
+        if self._resumed is not None:
+            role.continue_whole(self._resumed.plain)
+        role.take_gradients(gradients, OBJECTIVE)
+        assert self.parameters is not None
+        self.parameters.attach(role)
+        layouts = {joined.number: [layout]}
+        self._training = PlannedTraining(role, self.models.in_forward_mode, self._batch_dim, layouts, self.audit)
+        self._plain.examples.clear()
+        if self.recorder is not None:
+            self.recorder.begin(self.job, self.steps)
+
+    def accumulate(self, run: TapeRun, keeps: bool) -> None:
+        """Add the gradients of a run to those of the parameters; keep them only for a further ``backward()``."""
+        run.accumulate(keeps)
+        run.is_accumulated = True
+        if isinstance(run, PlannedRun) and run.computed is not None:
+            self._results.append(run.computed.result)
+
+    # ---- optimizers --------------------------------------------------------------------------------------------------
+
+    @collective("optimizer.state_dict")
+    def call_with_whole_state(self, optimizer: torch.optim.Optimizer, call: Callable[[], T]) -> T:
+        """Return what a function returns while an optimizer has the state of whole parameters; collective."""
+        if self.job is None or self.is_running:
+            return call()
+        with self.running():
+            order = self._orders[optimizer]
+            with having_whole_parameters(optimizer, order, self.job.optimizer_state(optimizer, order)):
+                return call()
+
+    def load_whole_state(self, optimizer: torch.optim.Optimizer, load: Callable[[], None]) -> None:
+        """Have a function load the state of whole parameters, of which each worker takes its part."""
+        if self.job is None or self.is_running:
+            load()
+            return
+        with self.running():
+            order = self._orders[optimizer]
+            with having_whole_parameters(optimizer, order, {}) as stand_ins:
+                load()
+                state = {name: optimizer.state[p] for name, p in stand_ins.items() if optimizer.state.get(p)}
+            optimizer.state.clear()
+            for name, part in self.role.parts_of(order).items():
+                if name in state:
+                    optimizer.state[part.parameter] = cut_state(state[name], part)
+
+    def resume(self, saved: SavedScript) -> None:
+        """Make the state of models and optimizers that of a checkpoint; collective."""
+        self._counts = dict.fromkeys(self._optimizers, int(saved.script["steps"]))
+        self.steps = int(saved.script["steps"])
+        with self.running():
+            if self.job is None:
+                restore_whole(self.models, list(self._optimizers), saved)
+                self._resumed = saved
+            else:
+                self.job.load_checkpoint(saved.folder)
+
+    @collective("optimizer.step")
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step an optimizer on what this worker holds of the parameters."""
+        for result in self.live.list_unsettled():
+            self.value_of(result)
+        with self.running():
+            self._training.step(optimizer)
+        self.updates += 1
+        if self.recorder is not None and self._results:
+            self.recorder.add_step(self._results, optimizer)
+        self._results = []
+        self._counts[optimizer] += 1
+        self.steps = max(self._counts.values())
+        self._stepped_at |= dict.fromkeys(self._optimizers[optimizer], self.updates)
+        self.live.forget_dead()

@@ -1,0 +1,49 @@
+"""polylane --help and --version: quick, and with an example of every command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import polylane
+from polylane.commands.printing import format_ranges
+from tests.cli.tiny_recipe import call
+
+
+def test_help_and_lanes_do_not_import_torch() -> None:
+    code = """
+import sys
+import polylane.cli
+for line in (["--help"], ["train", "--help"], ["lanes", "1f1b", "--stages", "2", "--microbatches", "2"]):
+    try:
+        polylane.cli.main(line)
+    except SystemExit as leaving:
+        assert not leaving.code
+assert not {"torch", "numpy", "sklearn"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_many_numbers_are_ranges() -> None:
+    assert format_ranges([0, 3, 1]) == "0, 3, 1" and format_ranges([]) == ""
+    assert format_ranges(range(12)) == "0-11 (12)"
+    assert format_ranges([*range(8), 20, 21, 23]) == "0-7, 20-21, 23 (11)"
+    assert format_ranges([n for start in range(0, 4000, 100) for n in range(start, start + 50)]) == (
+        "0-49, 100-149, ..., 3900-3949 (2,000)"
+    )
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "inspect", "lanes"])
+def test_help_of_every_command_has_an_example(command: str) -> None:
+    assert f"  {command} " in call("--help").stdout
+    assert call("-h").stdout == call("--help").stdout == call().stdout
+    told = call(command, "--help")
+    assert told.exit_code == 0
+    assert f"polylane {command} " in told.stdout
+    assert "--json" in told.stdout
+
+
+def test_version() -> None:
+    assert call("--version").stdout == f"{polylane.__version__}\n"

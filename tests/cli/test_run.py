@@ -1,0 +1,192 @@
+"""polylane run and verify of a script: on several workers it prints what it prints alone, and ends as it ends alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from polylane.commands.verifying.printed_lines import ChangingNumbers, Tolerance, compare_lines
+from polylane.commands.verifying.script import is_script
+from tests.cli.tiny_recipe import FILES, RECIPE, alive, call, execute, metrics, start, wait_for
+
+SCRIPT = """
+import argparse, os, sys
+import torch, polylane
+import torch.nn.functional as F
+from torch import nn
+
+def is_first_to_come():
+    try:
+        os.mkdir(f"came-{os.getppid()}")
+    except FileExistsError:
+        return False
+    return True
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--fault", default="")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
+    if options.fault != "plain":
+        model, optimizer = polylane.prepare(model, optimizer)
+    alone = options.fault in ("leave", "look", "draw") and is_first_to_come()
+    for epoch in range(options.epochs):
+        if alone and options.fault == "leave":
+            sys.exit(3)
+        if alone and options.fault == "look":
+            with torch.no_grad():
+                model(x).sum()
+        if alone and options.fault == "draw":
+            x = torch.randn(12, 4).double()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        print(f"epoch {epoch}: loss {loss.item():.9f}")
+        print("a warning", file=sys.stderr)
+        if options.fault == "time":
+            import time
+            print(f"after {time.time_ns() % 10**9} ns")  # (a whole time differs by less than 1e-9 of it)
+        if options.fault == "type":
+            print(f"a {type(model).__name__} of {len(type(model).__name__)} letters")
+        if options.fault == "raise":
+            raise ValueError("a fault of the script's")
+        if options.fault == "sleep":
+            import time
+            print("asleep", flush=True)
+            time.sleep(600)
+    if options.fault == "exit":
+        sys.exit(7)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scripts")
+    (folder / "tiny_script.py").write_text(SCRIPT)
+    return folder
+
+
+def test_a_script_prints_what_it_prints_alone(scripts: Path) -> None:
+    plain, _ = execute(scripts, "tiny_script.py --epochs 2", program=())
+    assert plain.count("loss") == 2
+    out, err = execute(scripts, "run tiny_script.py --workers 2 -- --epochs 2")
+    assert out == plain
+    assert "2 workers on cpu, data=2" in err and err.count("a warning") == 2
+    line = "run tiny_script.py --plan pipeline=2,microbatches=2 --run run/two -- --epochs 2"
+    assert execute(scripts, line)[0] == plain
+    run = scripts / "run/two"
+    assert {file.name for file in run.iterdir()} == FILES - {"model.safetensors"}
+    steps, _ = metrics(run)
+    assert [step["step"] for step in steps] == [1, 2] and {step["learning_rate"] for step in steps} == {0.1}
+    assert f"epoch 1: loss {steps[1]['loss']:.9f}" in plain
+
+
+def test_alone_and_without_a_plan_a_script_runs_as_it_is(scripts: Path) -> None:
+    out, err = execute(scripts, "run tiny_script.py")
+    assert out.startswith("epoch 0: loss") and err == "a warning\n"
+
+
+def test_a_script_ends_with_its_code(scripts: Path) -> None:
+    assert execute(scripts, "run tiny_script.py --workers 2 -- --fault exit", code=7)[0].startswith("epoch 0: loss")
+    _, err = execute(scripts, "run tiny_script.py --workers 2 -- --epoch x", code=2)
+    assert err.count("usage: tiny_script.py") == 1
+
+
+def test_an_exception_is_shown_once_from_the_line_of_the_script_on(scripts: Path) -> None:
+    _, err = execute(scripts, "run tiny_script.py --workers 2 -- --fault raise", code=1)
+    assert err.count("Traceback") == 1 and "failed" in err
+    frames = err[err.index("Traceback") :].splitlines()
+    assert 'File "tiny_script.py"' in frames[1] and frames[-1] == "ValueError: a fault of the script's"
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        pytest.param("leave", r"the end of the script.*every rank must call loss\.backward"),
+        pytest.param("look", r"model \(tiny_script.py line \d+\).*every rank must call model", marks=pytest.mark.slow),
+        pytest.param("draw", r"step 1: rank 1 gave another batch than rank 0", marks=pytest.mark.slow),
+    ],
+)
+def test_workers_whose_scripts_part_are_named(scripts: Path, fault: str, sentence: str) -> None:
+    _, err = execute(scripts, f"run tiny_script.py --workers 2 -- --epochs 3 --fault {fault}", code=2)
+    assert re.search(sentence, err)
+
+
+def test_ctrl_c_ends_a_script_and_its_workers(scripts: Path) -> None:
+    process = start(scripts, "run tiny_script.py --workers 2 -- --fault sleep")
+    assert process.stdout is not None
+    wait_for(lambda: "asleep" in process.stdout.readline(), process)  # type: ignore[union-attr]
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in err
+    wait_for(lambda: not alive(process.pid))
+
+
+def test_a_script_that_prepares_nothing_is_refused_at_its_end(scripts: Path) -> None:
+    _, err = execute(scripts, "run tiny_script.py --workers 2 -- --fault plain", code=2)
+    assert "without a call of polylane.prepare, and each of the 2 workers ran all of it" in err
+
+
+def test_wrong_scripts_and_options_start_nothing(scripts: Path) -> None:
+    broken = scripts / "broken.py"
+    broken.write_text("if True\n")
+    for words, sentence in {
+        (broken,): f"{broken}, line 1: SyntaxError: expected ':'",
+        (scripts / "missing.py",): f"script {scripts / 'missing.py'}: No such file or directory",
+        (scripts / "tiny_script.py", "--plan", "auto"): "--plan auto needs --workers N",
+        (
+            scripts / "tiny_script.py",
+            "--epochs",
+            "3",
+        ): "--epochs (the script's own arguments follow --)",
+        (scripts / "tiny_script.py", "--workers", "3", "--plan", "data=2"): "--workers 3, but the plan takes 2",
+    }.items():
+        refused = call("run", *words)
+        assert refused.exit_code == 2 and sentence in refused.stderr
+
+
+def test_verify_compares_what_a_script_prints_and_its_weights(scripts: Path) -> None:
+    out, _ = execute(scripts, "verify tiny_script.py --plan pipeline=2,microbatches=2 -- --epochs 2 --fault time")
+    assert "plain and on 2 workers, in float64" in out
+    assert "and the plain script agree in 4 printed numbers and 4 weights" in out and "2 numbers not compared" in out
+    out, _ = execute(scripts, "verify tiny_script.py --workers 2 -- --fault type", code=1)
+    assert "NOT equal: 2 workers" in out
+    assert "line 2 is 'a PreparedModel of 13 letters', not 'a Sequential of 10 letters' of what it prints" in out
+
+
+def test_numbers_are_compared_line_by_line() -> None:
+    tolerance = Tolerance(1e-9, 1e-12)
+    plain = ["loss 0.5, 3 s", "done", "loss nan 1e-17"]
+    same = compare_lines(plain, ["loss 0.50000000001, 4 s", "done", "loss nan 3e-17"], tolerance, ChangingNumbers())
+    assert same.difference == "line 1 is 'loss 0.50000000001, 4 s', not 'loss 0.5, 3 s'" and same.numbers == 4
+    changing = ChangingNumbers.between(plain, ["loss 0.5, 7 s", "done", "loss nan 1e-17"])
+    same = compare_lines(plain, ["loss 0.50000000001, 4 s", "done", "loss nan 3e-17"], tolerance, changing)
+    assert not same.difference and (same.numbers, same.left_out) == (3, 1) and 0 < same.worst < 1e-10
+    assert compare_lines(plain, plain[:2], tolerance, changing).difference == "line 3 is missing: 'loss nan 1e-17'"
+    assert compare_lines(["a"], ["a", "b"], tolerance, changing).difference == "line 2 is one too many: 'b'"
+
+
+def test_a_script_is_known_by_its_text(tmp_path: Path) -> None:
+    for text, is_one in {
+        SCRIPT: True,
+        RECIPE: False,
+        "from polylane import prepare as p\nmodel = p(3)": True,
+        "from polylane import Mean\ndef model(): ...\ndef loss(model, batch): ...": False,
+        "import polylane, trainer\ntrainer.main()": True,
+        "import numpy\nnumpy.prepare()": False,
+    }.items():
+        (tmp_path / "file.py").write_text(text)
+        assert is_script(str(tmp_path / "file.py")) == is_one, text
+    assert not is_script("package.module")

@@ -1,0 +1,137 @@
+"""Resumed scripts: interrupted after any step, they end with the weights and the numbers of the unbroken run."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import polylane
+from polylane.checkpoint.store import CheckpointStore
+from polylane.runtime.workers.team import WorkerContext, fork_workers
+from polylane.script.session import ScriptSession, running_session
+from tests.script.loops import samples, sums_of
+
+
+class Interrupted(Exception):
+    """What ends a script in the middle of its loop."""
+
+
+def build(dropout: float) -> Any:
+    layers = nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)
+    return nn.Sequential(*layers).double()
+
+
+def train(interrupted_after: int, numbers: list[tuple[int, float]], dropout: float) -> list[float]:
+    """A script with an order, dropout, noise, schedulers of both kinds, numbered batches, sums, and an evaluation.
+
+    Args:
+        interrupted_after: number of steps after which it raises an exception.
+        numbers: what it prints, each with the number of steps before.
+        dropout: probability that a number is dropped; 0: the plain script prints the same.
+    """
+    torch.manual_seed(5)
+    model = build(dropout)
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.02)
+    by_step: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    by_epoch: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+    loader: Any = DataLoader(samples(18), batch_size=6, shuffle=True)
+    tests: Any = DataLoader(samples(12), batch_size=6)
+    model, optimizer, loader, tests, by_step, by_epoch = polylane.prepare(
+        model, optimizer, loader, tests, by_step, by_epoch
+    )
+    kept = polylane.resumed(running=0.0, steps=0, best=100.0)
+    for epoch in polylane.epochs(range(3)):
+        model.train()
+        kept.running = 0.0
+        for number, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x + 0.1 * torch.randn_like(x)), y)
+            loss.backward()
+            optimizer.step()
+            by_step.step()
+            kept.running += loss.item()
+            kept.steps += 1
+            numbers.append((kept.steps, loss.item() + number))
+            if kept.steps == interrupted_after:
+                raise Interrupted
+        by_epoch.step()
+        model.eval()
+        with torch.no_grad():
+            total = sum(F.cross_entropy(model(x), y, reduction="sum").item() for x, y in tests)
+        kept.best = min(kept.best, total)
+        numbers += [(kept.steps, kept.running), (kept.steps, kept.best), (kept.steps, epoch)]
+    return sums_of(model)
+
+
+def run_script(plan: str, folder: Path, dropout: float, interrupted_after: int = 0) -> Any:
+    """Run the script on workers, from the newest checkpoint of the folder; return its numbers and its weights."""
+    newest = CheckpointStore(folder).find_newest() if folder.exists() else None
+
+    def run(context: WorkerContext) -> tuple[list[tuple[int, float]], list[float]]:
+        numbers, weights = list[tuple[int, float]](), list[float]()
+        session = ScriptSession(plan, context.world, folder, newest, "1")
+        with running_session(session):
+            with suppress(Interrupted):
+                weights = train(interrupted_after, numbers, dropout)
+            for loop in session.loops:
+                loop.close()
+        assert enumerate is type(enumerate(()))
+        return numbers, weights
+
+    results = fork_workers(run, 2 if "2" in plan else 1)
+    for numbers, weights in results[1:]:
+        assert [number for _, number in numbers] == pytest.approx([number for _, number in results[0][0]], rel=1e-12)
+        assert weights == pytest.approx(results[0][1], rel=1e-12)
+    return results[0]
+
+
+def compare(numbers: Any, expected: Any) -> None:
+    assert [step for step, _ in numbers] == [step for step, _ in expected]
+    assert [number for _, number in numbers] == pytest.approx([number for _, number in expected], rel=1e-9)
+
+
+def check(expected: Any, plan: str, next_plan: str, steps: int, dropout: float, folder: Path) -> None:
+    """Interrupt the script after some steps, resume it, and compare it with the numbers and weights of the unbroken."""
+    numbers, weights = expected
+    begun, _ = run_script(plan, folder, dropout, steps)
+    resumed, resumed_weights = run_script(next_plan, folder, dropout)
+
+    compare(begun, numbers[: len(begun)])
+    # The last step is made again: its checkpoint would be taken where the next batch is asked for.
+    assert steps - 1 <= resumed[0][0] <= steps
+    assert len(resumed) > len(numbers) - len(begun)
+    compare(resumed, numbers[-len(resumed) :])
+    assert resumed_weights == pytest.approx(weights, rel=1e-9)
+
+
+def test_a_resumed_script_ends_as_the_plain_one(tmp_path: Path) -> None:
+    numbers = list[tuple[int, float]]()
+    with running_session(ScriptSession()):
+        weights = train(0, numbers, 0.0)
+    assert len(numbers) == 9 + 9
+    check((numbers, weights), "data=1", "pipeline=2", 5, 0.0, tmp_path)
+
+
+CASES = [
+    ("data=2", "pipeline=2", 6),
+    ("data=1", "data=1", 3),
+    ("pipeline=2", "data=2,shard=parameters", 4),
+    ("data=2,shard=parameters", "tensor=2", 5),
+    ("tensor=2", "data=1", 8),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "next_plan", "steps"), CASES)
+def test_a_resumed_script_drops_what_the_unbroken_one_drops(
+    plan: str, next_plan: str, steps: int, tmp_path: Path
+) -> None:
+    expected = run_script("data=1", tmp_path / "unbroken", 0.2)
+    check(expected, plan, next_plan, steps, 0.2, tmp_path / "run")

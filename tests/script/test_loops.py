@@ -1,0 +1,49 @@
+"""Prepared loops print what the plain loops print, under every kind of plan."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+import polylane
+from polylane.runtime.workers.team import WorkerContext, fork_workers
+from tests.script.loops import LOOPS
+from tests.script.weight_loops import WEIGHT_LOOPS
+
+PLANS = ["data=1", "data=2", "pipeline=2", "tensor=2", "data=2,shard=parameters"]
+
+
+def unprepared(*objects: Any) -> Any:
+    return objects
+
+
+ALL_LOOPS = LOOPS | WEIGHT_LOOPS
+# One plan of each kind, on the loop that asks most of it; all others are slow.
+QUICK = {
+    ("adversaries", "pipeline=2"),
+    ("classify", "data=2"),
+    ("measure_first", "tensor=2"),
+    ("evaluate_closures", "tensor=2"),
+    ("convolve_graph", "pipeline=2"),
+    ("clip_norms", "pipeline=2"),
+    ("penalize", "tensor=2"),
+    ("copy_models", "data=2,shard=parameters"),
+}
+CASES = [
+    pytest.param(name, plan, marks=() if (name, plan) in QUICK else pytest.mark.slow)
+    for name in ALL_LOOPS
+    for plan in PLANS
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), CASES)
+def test_a_prepared_loop_prints_the_plain_loop_s_numbers(name: str, plan: str) -> None:
+    expected = ALL_LOOPS[name](unprepared)
+
+    def run(context: WorkerContext) -> list[float]:
+        return ALL_LOOPS[name](partial(polylane.prepare, plan=plan))
+
+    for numbers in fork_workers(run, 2 if "2" in plan else 1):
+        assert numbers == pytest.approx(expected, rel=1e-9, abs=1e-11)

@@ -1,0 +1,1 @@
+"""Recipes and scripts that tests hand to the command line."""

@@ -1,0 +1,1 @@
+"""What polylane computes, once more by another way: slow, plain, or measured."""

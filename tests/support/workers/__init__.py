@@ -1,0 +1,1 @@
+"""Trainings, worlds of ranks and command lines that tests start: threads, forked workers, forked processes."""
