@@ -294,7 +294,7 @@ _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floord
 _AUGMENTED = {  # bytecode of ``a += b`` and its like, which differs from one Python to the next
     (instruction.opcode, instruction.arg)
     for operator in ("+", "-", "*", "/", "//", "**", "%", "&", "|", "^", "@", "<<", ">>")
-    for instruction in dis.get_instructions(f"a {operator}= b")
+    for instruction in dis.Bytecode(f"a {operator}= b")
     if instruction.opname == "BINARY_OP"
 }
 
