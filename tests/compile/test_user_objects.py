@@ -74,6 +74,21 @@ def test_a_copy_has_all_that_an_optimizer_keeps() -> None:
     assert make.take(list(model.named_parameters())) is given
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_a_copy_on_parameters_of_another_type_has_the_state_in_that_type(kind: Any) -> None:
+    model = nn.Linear(3, 2)
+    given = kind(model.parameters(), lr=0.1)
+    model(torch.ones(4, 3)).sum().backward()
+    given.step()
+    make = OptimizerObject(given, model.named_parameters())
+    doubled = {n: nn.Parameter(torch.ones([4] * p.dim(), dtype=torch.float64)) for n, p in model.named_parameters()}
+    copied = make(doubled.items())
+    for parameter in doubled.values():
+        parameter.grad = torch.ones_like(parameter)
+        assert all(v.dtype == torch.float64 for v in copied.state[parameter].values() if v.dim())
+    copied.step()
+
+
 BUILT: list[str] = []
 STEPPED: list[str] = []
 

@@ -57,15 +57,19 @@ class OptimizerObject:
 
     def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """Return a copy of the optimizer, with all that it keeps, that has other parameters of the same names."""
-        new_parameters, shapes = dict(parameters), dict[Any, Any]()
+        new_parameters, shapes, types = dict(parameters), dict[Any, Any](), dict[Any, Any]()
         memo: dict[int, Any] = {}
         for parameter in self._parameters:
             memo[id(parameter)] = new_parameter = new_parameters[self._names[id(parameter)]]
             shapes[parameter.shape] = new_parameter.shape
-        # Where trials have small parameters, what is kept for these has their shapes.
+            types[parameter.shape, parameter.dtype] = new_parameter.dtype
+        # Where trials have small parameters in float64, what is kept for these has their shapes and types.
         for value in find_tensors(self.optimizer):
-            if id(value) not in memo and shapes.get(value.shape, value.shape) != value.shape:
-                memo[id(value)] = value.new_full(shapes[value.shape], value.flatten()[0].item())
+            shape, dtype = shapes.get(value.shape, value.shape), types.get((value.shape, value.dtype), value.dtype)
+            if id(value) not in memo and shape != value.shape:
+                memo[id(value)] = value.new_full(shape, value.flatten()[0].item(), dtype=dtype)
+            elif id(value) not in memo and dtype != value.dtype:
+                memo[id(value)] = value.to(dtype)
         # torch's own way of copying leaves out whatever a class of the user's has set.
         with patch.object(torch.optim.Optimizer, "__deepcopy__", _copy_attributes, create=True):
             copied: torch.optim.Optimizer = copy.deepcopy(self.optimizer, memo)
