@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from polylane.commands.verifying.printed_lines import ChangingNumbers, Tolerance, compare_lines
+from polylane.commands.verifying.printed_lines import ChangingNumbers, PrintedFloors, Tolerance, compare_lines
 from polylane.commands.verifying.script import is_script
 from tests.cli.tiny_recipe import FILES, RECIPE, alive, call, execute, metrics, start, wait_for
 
@@ -30,10 +30,14 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--fault", default="")
+    parser.add_argument("--eps", type=float)
     options = parser.parse_args()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if options.eps:  # the gradient of a bias before a batch normalization is rounding, which Adam makes steps of
+        model.insert(1, nn.BatchNorm1d(8).double())
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, eps=options.eps)
     x, y = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
     if options.fault != "plain":
         model, optimizer = polylane.prepare(model, optimizer)
@@ -166,6 +170,13 @@ def test_verify_compares_what_a_script_prints_and_its_weights(scripts: Path) -> 
     assert "line 2 is 'a PreparedModel of 13 letters', not 'a Sequential of 10 letters' of what it prints" in out
 
 
+def test_verify_tells_rounding_from_a_difference(scripts: Path) -> None:
+    out, _ = execute(scripts, "verify tiny_script.py --plan data=2 -- --epochs 3 --eps 1e-11")
+    assert "agree in 6 printed numbers and " in out and "no more than rounding explains: 0.0.bias" in out
+    out, _ = execute(scripts, "verify tiny_script.py --plan data=2 -- --epochs 3 --eps 1e-30", code=1)
+    assert re.search(r"0.0.bias differs by .*rounding alone changes that by .*: let the script make fewer steps", out)
+
+
 def test_numbers_are_compared_line_by_line() -> None:
     tolerance = Tolerance(1e-9, 1e-12)
     plain = ["loss 0.5, 3 s", "done", "loss nan 1e-17"]
@@ -176,6 +187,20 @@ def test_numbers_are_compared_line_by_line() -> None:
     assert not same.difference and (same.numbers, same.left_out) == (3, 1) and 0 < same.worst < 1e-10
     assert compare_lines(plain, plain[:2], tolerance, changing).difference == "line 3 is missing: 'loss nan 1e-17'"
     assert compare_lines(["a"], ["a", "b"], tolerance, changing).difference == "line 2 is one too many: 'b'"
+
+
+def test_a_difference_counts_as_rounding_up_to_what_rounding_alone_makes() -> None:
+    tolerance, plain = Tolerance(1e-9, 1e-12), ["loss 1.0 and 2.0"]
+    for nudged, line, rounded, is_equal in (
+        ("loss 1.000000001 and 2.0", "loss 1.00000005 and 2.0", 1, True),
+        ("loss 1.000000001 and 2.0", "loss 1.0 and 2.0000001", 0, False),  # that number was not moved
+        ("loss 1.000000001 and 2.0", "loss 1.0000002 and 2.0", 0, False),  # by more than 100 times that
+        ("loss 1.1 and 2.0", "loss 1.01 and 2.0", 0, False),  # numbers that say nothing are not excused
+    ):
+        floors = PrintedFloors.between(plain, [plain, [nudged]], tolerance)
+        found = compare_lines(plain, [line], tolerance, ChangingNumbers(), floors)
+        assert (found.rounded, not found.difference) == (rounded, is_equal), line
+    assert found.floor == pytest.approx(0.1 / 1.1)
 
 
 def test_a_script_is_known_by_its_text(tmp_path: Path) -> None:

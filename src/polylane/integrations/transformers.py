@@ -144,6 +144,7 @@ class PlanTrainer(Trainer):
     def create_optimizer(self, model: Any = None) -> Any:
         """Create the optimizer, and have the model's calls recorded from here on."""
         optimizer = super().create_optimizer(model)
+        current_session().nudge_weights([self.model])
         current_session().models.append(self.model)
         if self.args.chosen_plan is not None and self._planned is None:
             # That of an earlier train() is accelerate's, which has the optimizer itself.

@@ -58,6 +58,7 @@ def prepare(
     session = current_session()
     plan = session.choose_plan(plan)
     models = [value for value in dict.fromkeys(objects) if isinstance(value, nn.Module)]
+    session.nudge_weights(models)
     if plan is None:
         session.models.extend(models)
         return objects if len(objects) != 1 else objects[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +16,7 @@ from torch import nn
 
 from polylane.diagnosis.stacks import Frame
 from polylane.errors import ActionFailed, PolylaneError
+from polylane.graph.rounding_noise import nudge_values
 from polylane.plan.plan import AnyPlan
 from polylane.runtime.progress.script_watch import watch_script
 from polylane.runtime.workers.world import World
@@ -44,6 +45,8 @@ class ScriptSession:
         recorder: records the steps of what is prepared first; None: nobody does.
         audit: whether some steps are computed a second time on one device, and what follows from a difference.
         is_plain: whether the script runs as it is, whatever plan it names itself.
+        nudge: seed by which the weights that it trains are moved by one unit in the last place before they are, to see
+            what rounding alone changes; None: they stay.
         tell: called on every worker with each message about the run, a dict of plain values with its "kind".
         loops: the training loops that the script has prepared.
         models: the models that the script has prepared, or was given back as they are.
@@ -59,6 +62,7 @@ class ScriptSession:
     recorder: StepRecorder | None = None
     audit: AuditMode = "auto"
     is_plain: bool = False
+    nudge: int | None = None
     tell: Callable[[dict[str, Any]], None] = lambda message: None
     loops: list[TrainingLoop] = field(default_factory=list, compare=False)
     models: list[nn.Module] = field(default_factory=list, compare=False)
@@ -73,6 +77,11 @@ class ScriptSession:
     def choose_plan(self, plan: str | AnyPlan | None) -> str | AnyPlan | None:
         """Return the plan of a script that names one itself, or none; None where it runs as it is."""
         return None if self.is_plain else plan or self.plan
+
+    def nudge_weights(self, models: Iterable[nn.Module]) -> None:
+        """Move the weights of models that the script is about to train, where the session says so."""
+        if self.nudge is not None:
+            nudge_values((parameter for model in models for parameter in model.parameters()), self.nudge)
 
     def join_world(self) -> World:
         """Return this worker among all workers, which are watched."""

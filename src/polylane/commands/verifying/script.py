@@ -16,7 +16,7 @@ from polylane.plan.fixed_keys import parse_auto
 from polylane.recipe import REQUIRED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -35,12 +35,15 @@ class ScriptVerdict:
         workers: how many workers it takes.
         precision: the least precise type of the weights that were compared.
         reference: what the plan was compared with.
-        numbers: how many printed numbers were compared.
+        numbers: how many printed numbers agree, or have to.
         left_out: how many were not: they differ between two runs of the plain script.
-        weights: how many weights and buffers were compared.
-        worst: the largest relative difference.
+        weights: how many weights and buffers agree, or have to.
+        rounded: how many numbers differ by more than is allowed, as rounding alone makes them differ.
+        undetermined: names of weights that do.
+        worst: the largest relative difference of the others.
         tolerance: the one that is allowed.
         difference: where the two differ first; "" where they do not.
+        floor: how far rounding alone moves what differs there, relative to its size.
     """
 
     plan: str
@@ -50,9 +53,12 @@ class ScriptVerdict:
     numbers: int
     left_out: int
     weights: int
+    rounded: int
+    undetermined: tuple[str, ...]
     worst: float
     tolerance: float
     difference: str
+    floor: float
 
     @property
     def passed(self) -> bool:
@@ -131,8 +137,9 @@ def _prove(request: VerifyRequest, plan: str | AnyPlan, workers: int) -> ScriptV
 
     hide_accelerators()
     limit_to_one_thread()
-    from polylane.commands.verifying.printed_lines import ChangingNumbers, compare_lines
+    from polylane.commands.verifying.printed_lines import ChangingNumbers, PrintedFloors, compare_lines
     from polylane.commands.verifying.script_runs import run_plainly
+    from polylane.graph.rounding_noise import TRIES
 
     out = sys.stderr if request.json else sys.stdout
     script, reference, failure = run_plainly(request.recipe, request.arguments)
@@ -160,7 +167,12 @@ def _prove(request: VerifyRequest, plan: str | AnyPlan, workers: int) -> ScriptV
         _refuse_unrepeatable(request.recipe, reference, second_run)
         changing = ChangingNumbers.between(reference.lines, second_run.lines)
         printed = compare_lines(reference.lines, planned.lines, tolerance, changing)
-    worst, difference = _compare_states(reference.state, planned.state, tolerance)
+    states = _compare_states(reference.state, planned.state, tolerance)
+    if printed.difference or states.difference:  # of rounding alone, perhaps
+        nudged = [script.run(1, plan if planned.draws else None, nudge=seed) for seed in range(TRIES)]
+        floors = PrintedFloors.between(reference.lines, [run.lines for run in nudged], tolerance)
+        printed = compare_lines(reference.lines, planned.lines, tolerance, changing, floors)
+        states = _compare_states(reference.state, planned.state, tolerance, [run.state for run in nudged])
     if not printed.numbers and not planned.state:
         raise PolylaneError(f"{request.recipe} prints no number and has no weights to be compared")
     return ScriptVerdict(
@@ -168,12 +180,15 @@ def _prove(request: VerifyRequest, plan: str | AnyPlan, workers: int) -> ScriptV
         workers,
         precision,
         described,
-        printed.numbers,
+        printed.numbers - printed.rounded,
         printed.left_out,
-        len(planned.state),
-        max(worst, printed.worst),
+        len(planned.state) - len(states.undetermined),
+        printed.rounded,
+        states.undetermined,
+        max(states.worst, printed.worst),
         tolerance.relative,
-        f"{printed.difference} of what it prints" if printed.difference else difference,
+        f"{printed.difference} of what it prints" if printed.difference else states.difference,
+        printed.floor if printed.difference else states.floor,
     )
 
 
@@ -205,40 +220,89 @@ def _refuse_unrepeatable(script: str, run: ScriptRun, second_run: ScriptRun) -> 
             )
 
 
-def _compare_states(
-    reference: Mapping[str, Tensor], state: Mapping[str, Tensor], tolerance: Tolerance
-) -> tuple[float, str]:
-    """Return the largest relative difference of weights and buffers, and a sentence on the first that is too large."""
-    import torch
+@dataclass
+class _StateComparison:
+    """What comparing weights and buffers has found.
 
-    worst, difference = 0.0, ""
+    Attributes:
+        worst: the largest relative difference.
+        undetermined: names of those that differ by more than is allowed, as rounding alone makes them differ.
+        floor: how far rounding alone moves the first that differs, relative to its size.
+        difference: a sentence on that; "" where none differs.
+    """
+
+    worst: float = 0.0
+    undetermined: tuple[str, ...] = ()
+    floor: float = 0.0
+    difference: str = ""
+
+
+def _compare_states(
+    reference: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    tolerance: Tolerance,
+    nudged: Sequence[Mapping[str, Tensor]] = (),
+) -> _StateComparison:
+    """Compare weights and buffers.
+
+    Args:
+        reference: those that are right, by name.
+        state: those that are compared with them.
+        tolerance: the differences that are rounding.
+        nudged: those of runs from weights that were moved by one unit in the last place.
+    """
+    comparison = _StateComparison()
     for name in [*reference, *(name for name in state if name not in reference)]:
         if name not in reference or name not in state:
-            return math.inf, f"only one of them has a weight {name}"
+            return _StateComparison(math.inf, difference=f"only one of them has a weight {name}")
         right, value = reference[name], state[name]
         if right.shape != value.shape:
-            return math.inf, f"{name} has the shape {list(value.shape)}, not {list(right.shape)}"
-        if not right.is_floating_point() and not right.is_complex():
-            error = 0.0 if torch.equal(right, value) else math.inf
-        else:
-            scale = max(float(right.abs().max()) if right.numel() else 0.0, tolerance.absolute / tolerance.relative)
-            error = float((value - right).abs().max()) / scale if right.numel() else 0.0
-            error = error if math.isfinite(error) else 0.0 if right.equal(value) else math.inf
-        worst = max(worst, error)
-        if not error <= tolerance.relative and not difference:
-            difference = f"{name} differs by {error:.1e} when the script ends"
-    return worst, difference
+            shapes = f"{list(value.shape)}, not {list(right.shape)}"
+            return _StateComparison(math.inf, difference=f"{name} has the shape {shapes}")
+        error = _relative_error(right, value, tolerance)
+        errors = (_relative_error(right, other[name], tolerance) for other in nudged)
+        floor = max((floor for floor in errors if floor < math.inf), default=0.0)
+        if tolerance.is_rounding(error, floor):
+            comparison.undetermined += (name,)
+            continue
+        comparison.worst = max(comparison.worst, error)
+        if not error <= tolerance.relative and not comparison.difference:
+            comparison.floor, comparison.difference = floor, f"{name} differs by {error:.1e} when the script ends"
+    return comparison
+
+
+def _relative_error(right: Tensor, value: Tensor, tolerance: Tolerance) -> float:
+    """Return the largest difference of two tensors, relative to the largest entry of the first."""
+    import torch
+
+    if not right.is_floating_point() and not right.is_complex():
+        return 0.0 if torch.equal(right, value) else math.inf
+    if not right.numel():
+        return 0.0
+    error = float((value - right).abs().max()) / max(float(right.abs().max()), tolerance.absolute / tolerance.relative)
+    return error if math.isfinite(error) else 0.0 if right.equal(value) else math.inf
 
 
 def _sentence(verdict: ScriptVerdict) -> str:
     subject = f"{format_plural(verdict.workers, 'worker')} ({verdict.plan}) and {verdict.reference}"
     allowed = f"worst relative error {verdict.worst:.1e}, {verdict.tolerance:.0e} is allowed in {verdict.precision}"
     if not verdict.passed:
+        if verdict.floor > verdict.tolerance:  # of which nothing can be said
+            allowed += (
+                f"; rounding alone changes that by {verdict.floor:.1e}, in a run from weights that are off by one unit "
+                "in the last place, so that this says nothing of the plan: let the script make fewer steps"
+            )
         return f"NOT equal: {subject} differ; {verdict.difference}; {allowed}."
     compared = f"{format_plural(verdict.numbers, 'printed number')} and {format_plural(verdict.weights, 'weight')}"
     left_out = ""
-    if verdict.left_out:
+    if verdict.rounded or verdict.undetermined:
+        values = [format_plural(verdict.rounded, "number")] if verdict.rounded else []
         left_out = (
+            f"; further apart, by no more than rounding explains: {', '.join([*values, *verdict.undetermined])} (which "
+            "differ as well in a run from weights that are off by one unit in the last place)"
+        )
+    if verdict.left_out:
+        left_out += (
             f"; {format_plural(verdict.left_out, 'number')} not compared, which the plain script changes every time"
         )
     return f"Equal: {subject} agree in {compared}; {allowed}{left_out}."

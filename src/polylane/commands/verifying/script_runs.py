@@ -56,12 +56,13 @@ class RecordedScript:
     arguments: tuple[str, ...]
     dtype: torch.dtype
 
-    def run(self, workers: int, plan: str | AnyPlan | None) -> ScriptRun:
+    def run(self, workers: int, plan: str | AnyPlan | None, nudge: int | None = None) -> ScriptRun:
         """Run the script.
 
         Args:
             workers: how many processes run it.
             plan: the plan that ``prepare`` takes; None: it returns what it is given.
+            nudge: seed by which the first weights are moved by one unit in the last place; None: they stay.
 
         Raises:
             WorkerFailed: the script has raised an exception.
@@ -71,7 +72,7 @@ class RecordedScript:
         watch = HangWatch(pages, "stop", None, lambda report: None)
         with tempfile.TemporaryDirectory(prefix="polylane-") as folder:
             try:
-                worker = partial(self._record, plan, pages, Path(folder))
+                worker = partial(self._record, plan, nudge, pages, Path(folder))
                 return fork_workers(worker, workers, watch=watch.check)[0]
             finally:
                 watch.close()
@@ -79,6 +80,7 @@ class RecordedScript:
     def _record(
         self,
         plan: str | AnyPlan | None,
+        nudge: int | None,
         pages: Mapping[int, ProgressMemory],
         folder: Path,
         context: WorkerContext,
@@ -88,7 +90,7 @@ class RecordedScript:
             redirect(descriptor, path)
         torch.set_default_dtype(self.dtype)
         world = replace(context.world, progress=ProgressWriter(pages[context.rank], context.rank, is_script=True))
-        session = ScriptSession(plan, world, is_plain=plan is None)
+        session = ScriptSession(plan, world, is_plain=plan is None, nudge=nudge)
         with running_session(session):
             code = run_as_main(self.script, self.arguments, context.rank)
             state = {
