@@ -39,7 +39,9 @@ def main():
         model.insert(1, nn.BatchNorm1d(8).double())
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1, eps=options.eps)
     x, y = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
-    if options.fault != "plain":
+    if options.fault == "forgotten":
+        model = polylane.prepare(model)
+    elif options.fault != "plain":
         model, optimizer = polylane.prepare(model, optimizer)
     alone = options.fault in ("leave", "look", "draw") and is_first_to_come()
     for epoch in range(options.epochs):
@@ -51,7 +53,7 @@ def main():
         if alone and options.fault == "draw":
             x = torch.randn(12, 4).double()
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
+        loss = F.cross_entropy(model(x), y[options.fault == "shape" :])
         loss.backward()
         optimizer.step()
         print(f"epoch {epoch}: loss {loss.item():.9f}")
@@ -108,11 +110,20 @@ def test_a_script_ends_with_its_code(scripts: Path) -> None:
     assert err.count("usage: tiny_script.py") == 1
 
 
+def test_an_optimizer_that_was_not_prepared_is_named_once(scripts: Path) -> None:
+    plain, _ = execute(scripts, "tiny_script.py --epochs 3", program=())
+    out, err = execute(scripts, "run tiny_script.py --workers 2 -- --epochs 3 --fault forgotten")
+    assert out == plain
+    assert len(re.findall(r"tiny_script.py:\d+: every worker makes all of this SGD's update", err)) == 1
+
+
 def test_an_exception_is_shown_once_from_the_line_of_the_script_on(scripts: Path) -> None:
     _, err = execute(scripts, "run tiny_script.py --workers 2 -- --fault raise", code=1)
     assert err.count("Traceback") == 1 and "failed" in err
     frames = err[err.index("Traceback") :].splitlines()
     assert 'File "tiny_script.py"' in frames[1] and frames[-1] == "ValueError: a fault of the script's"
+    _, err = execute(scripts, "run tiny_script.py --workers 2 -- --fault shape", code=1)
+    assert "Expected input batch_size (12) to match target batch_size (11)" in err and "polylane/" not in err
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 
+import polylane
 from polylane.errors import PolylaneError
 from polylane.script.session import ScriptSession, running_session
 
@@ -29,3 +35,59 @@ def test_a_refusal_names_a_line_of_the_script(tmp_path: Path, sentence: str, exp
     with pytest.raises(PolylaneError) as raised, running_session(ScriptSession()):
         runpy.run_path(str(script), run_name="__main__")
     assert str(raised.value).removeprefix(f"{tmp_path}/") == expected
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def prepared_twice() -> None:
+    model = net()
+    polylane.prepare(polylane.prepare(model, sgd(model), plan="data=1")[0], sgd(model), plan="data=1")
+
+
+def given_twice() -> None:
+    model = net()
+    for _ in range(2):
+        polylane.prepare(model, sgd(model), plan="data=1")
+
+
+def with_another_layer() -> None:
+    model = net()
+    prepared, _ = polylane.prepare(model, sgd(model), plan="data=1")
+    prepared[0].weight.sum()
+    setattr(prepared, "1", nn.Linear(3, 5))
+
+
+def in_a_list() -> None:
+    polylane.prepare(net(), [DataLoader([1]), DataLoader([2])])
+
+
+def with_a_distributed_sampler() -> None:
+    model = net()
+    loader = DataLoader([1, 2], sampler=DistributedSampler([1, 2], num_replicas=2, rank=0))
+    polylane.prepare(model, sgd(model), loader, plan="data=1")
+
+
+MISTAKES = [
+    (prepared_twice, "prepare() was given a Sequential that it has prepared before: call it once"),
+    (given_twice, "prepare() was given a Sequential that it has prepared before: call it once"),
+    (with_another_layer, "1 of a prepared model is replaced by a module with other parameters"),
+    (in_a_list, "prepare() was given a list: give what is in it one by one"),
+    (with_a_distributed_sampler, "a loader has a DistributedSampler"),
+    (lambda: polylane.prepare(sgd(net()), plan="data=1"), "prepare() was given no model"),
+    (lambda: polylane.prepare(nn.DataParallel(net()), plan="data=1"), "the model is wrapped in DataParallel"),
+    (lambda: polylane.prepare(net(), plan="dta=1"), "unknown key 'dta'"),
+    (lambda: polylane.prepare(net(), plan="data=2"), "the plan takes 2 workers, and this script runs on 1: start it"),
+    (lambda: polylane.prepare(net(), plan="data=1,servers=1"), "servers= updates weights at other times"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "sentence"), MISTAKES, ids=[sentence[:40] for _, sentence in MISTAKES])
+def test_what_prepare_cannot_take_is_refused_where_it_is_called(mistake: Any, sentence: str) -> None:
+    with pytest.raises(PolylaneError, match=re.escape(sentence)):
+        mistake()

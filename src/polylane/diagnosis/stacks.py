@@ -53,6 +53,11 @@ class Frame:
         return self.file.endswith("/torch/distributed/distributed_c10d.py")
 
     @property
+    def is_own(self) -> bool:
+        """Whether the code is polylane's."""
+        return self.file.startswith(_OWN)
+
+    @property
     def is_users(self) -> bool:
         """Whether the code is the user's own: of no library, and of a file."""
         return not (self.file.startswith("<") or "-packages/" in self.file or self.file.startswith(_LIBRARIES))

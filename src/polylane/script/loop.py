@@ -93,7 +93,7 @@ class TrainingLoop:
         self.runner = TapeRunner(world, models, self._trained, plan, batch_dim)
         self.recording = Recording(self, models, self.runner.written_lines)
         self._parameters = self.runner.parameters = PreparedParameters(
-            self.runner.models, optimizers, self._defer_parameter, self._value_of, self.runner.record_write
+            self.runner.models, optimizers, self._defer_parameter, self._value_of, self.runner.record_write, world
         )
 
     @property

@@ -16,6 +16,7 @@ reading one costs no message.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,15 +26,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from polylane.output import say_at_once
 from polylane.runtime.guarded_tensors import Guard, guard_of, put_guard, remove_guard
 from polylane.runtime.parameters.guarded_views import ViewGuard, view_guarded, write_whole
 from polylane.runtime.stale_weights import track_guards
+from polylane.runtime.workers.world import World
 from polylane.script.deferred import DeferredTensor, answer_call
+from polylane.script.recording import line_of_script
 from polylane.script.role import ScriptRole
 
 
-def _tell(record_write: Callable[[str], None], name: str, is_fresh: bool) -> None:
-    record_write(name)
+def _find_step() -> torch.optim.Optimizer | None:
+    """Return the optimizer whose ``step()`` is running; None where there is none."""
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        if frame.f_code.co_name == "step" and isinstance(owner := frame.f_locals.get("self"), torch.optim.Optimizer):
+            return owner
+        frame = frame.f_back
+    return None
 
 
 class PreparedParameters:
@@ -44,7 +54,8 @@ class PreparedParameters:
         optimizers: the optimizers of the script, before a plan takes their parameters apart.
         defer: returns the deferred tensor of a parameter, by its name.
         compute: returns the value of a deferred tensor.
-        record_write: is told the name of a parameter that the script has written.
+        record_write: is called with the name of a parameter that the script has written.
+        world: this worker among all workers.
     """
 
     def __init__(
@@ -54,12 +65,15 @@ class PreparedParameters:
         defer: Callable[[str], DeferredTensor],
         compute: Callable[[Tensor], Tensor],
         record_write: Callable[[str], None],
+        world: World,
     ) -> None:
+        self._record_write, self._known_optimizers = record_write, set(optimizers)
+        self._tells = world.rank == 0 and world.size > 1
         self._models, self._defer, self._compute = models, defer, compute
         self._role: ScriptRole | None = None
         self._names = {id(parameter): name for name, parameter in models.named_parameters()}
         self._guards = {
-            parameter: Guard(name, "", parameter.shape, record_write=partial(_tell, record_write, name), reader=self)
+            parameter: Guard(name, "", parameter.shape, record_write=partial(self._note_write, name), reader=self)
             for name, parameter in models.named_parameters()
         }
         # By optimizer and number of a group, the script's parameters and what the plan has made of them: the groups
@@ -74,6 +88,18 @@ class PreparedParameters:
         self._by_guard = {id(guard): parameter for parameter, guard in self._guards.items()}
         self._is_guarding, self._owner = False, nn.Module()
         track_guards(self._owner, self)
+
+    def _note_write(self, name: str, is_fresh: bool) -> None:
+        """Record a write of the script's, and say it where an optimizer makes it that prepare() was not given."""
+        self._record_write(name)
+        optimizer = _find_step()
+        if optimizer is not None and optimizer not in self._known_optimizers:
+            self._known_optimizers.add(optimizer)
+            if self._tells:
+                say_at_once(
+                    f"{line_of_script()}: every worker makes all of this {type(optimizer).__name__}'s update, since "
+                    "prepare() was not given the optimizer: give it to prepare(), and each makes its part"
+                )
 
     def attach(self, role: ScriptRole) -> None:
         """Answer for the parts that workers hold from now on."""

@@ -8,13 +8,15 @@ from typing import Any, TypeVar, get_args
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
+from polylane.compile.unusable_modules import refuse_unusable_modules
 from polylane.errors import PolylaneError
 from polylane.faults import told_as_fault
 from polylane.graph.python_state.compiler import without_compiler
 from polylane.graph.python_state.random_generators import generators_kept
 from polylane.plan.plan import AnyPlan
+from polylane.runtime.guarded_tensors import guard_of
 from polylane.runtime.state.random_state import collect_generators, restore_generators
 from polylane.runtime.workers.world import World
 from polylane.script.deferred import record_functions
@@ -25,6 +27,7 @@ from polylane.script.prepared_model import PreparedModel
 from polylane.script.resuming.loader import follow_loader
 from polylane.script.session import current_session
 from polylane.script.shared_saves import share_saves
+from polylane.script.start import read_plan
 from polylane.script.training import LoopObserver, WritingByHand
 from polylane.verify.audit import AuditMode
 
@@ -57,6 +60,7 @@ def prepare(
     """
     session = current_session()
     plan = session.choose_plan(plan)
+    _refuse_containers(objects)
     models = [value for value in dict.fromkeys(objects) if isinstance(value, nn.Module)]
     session.nudge_weights(models)
     if plan is None:
@@ -66,11 +70,15 @@ def prepare(
         raise PolylaneError(f"audit={audit!r}: give one of {', '.join(get_args(AuditMode))}")
     optimizers = [value for value in objects if isinstance(value, torch.optim.Optimizer)]
     if not models:
-        raise PolylaneError("prepare() takes the models of a loop, their optimizers, loaders and schedulers")
+        raise PolylaneError("prepare() was given no model: give it those that the loop trains, with their optimizers")
+    _refuse_prepared(models)
     # A loop that writes the weights itself has none: this one says what is trained, and never steps.
     optimizers = optimizers or [WritingByHand([p for model in models for p in model.parameters() if p.requires_grad])]
     progress = session.progress if session.progress.is_active else None
     plain_models = [without_compiler(model) for model in models]
+    for plain_model in plain_models:
+        refuse_unusable_modules(plain_model)
+    _refuse_distributed_samplers([value for value in objects if isinstance(value, DataLoader)])
     loop = open_loop(plain_models, optimizers, plan, batch_dim, progress)
     loop.runner.audit_mode = audit or loop.runner.audit_mode
     prepared = {
@@ -107,6 +115,7 @@ def open_loop(
     session = current_session()
     with generators_kept():
         world = session.join_world()
+        plan = read_plan(plan, world)
         loop = TrainingLoop(world, models, optimizers, plan, batch_dim, progress)
     loop.runner.audit_mode = session.audit
     loop.runner.recorder = session.recorder if not session.loops else None
@@ -116,6 +125,34 @@ def open_loop(
     record_functions()
     torch.compiler.set_stance("force_eager")  # what the script has compiled would not be recorded
     return loop
+
+
+def _refuse_containers(objects: Sequence[Any]) -> None:
+    """Refuse containers, of which it would depend on the plan whether what is in them is prepared."""
+    if (container := next((o for o in objects if isinstance(o, list | tuple | dict | set)), None)) is not None:
+        raise PolylaneError(
+            f"prepare() was given a {type(container).__name__}: give what is in it one by one, prepare(*loaders), and "
+            "take as many results"
+        )
+
+
+def _refuse_prepared(models: Sequence[nn.Module]) -> None:
+    for model in models:
+        if type(model) is PreparedModel or any(guard_of(parameter) is not None for parameter in model.parameters()):
+            raise PolylaneError(
+                f"prepare() was given a {model.__class__.__name__} that it has prepared before: call it once, before "
+                "the loop, with all that the loop trains"
+            )
+
+
+def _refuse_distributed_samplers(loaders: Sequence[DataLoader[Any]]) -> None:
+    for loader in loaders:
+        samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
+        if any(isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 for sampler in samplers):
+            raise PolylaneError(
+                "a loader has a DistributedSampler, which gives every worker other samples, and the plan divides "
+                "batches itself: make the loader as for one device, with shuffle=True"
+            )
 
 
 def _agree_on_random_numbers(world: World) -> None:

@@ -84,6 +84,12 @@ class PreparedModel(nn.Module):
         return call
 
     def __setattr__(self, name: str, value: Any) -> None:
+        old_value = vars(self._polylane_module).get("_modules", {}).get(name)
+        if not self._polylane_loop.runner.is_running and _list_ids(old_value) != _list_ids(value):
+            raise PolylaneError(
+                f"{name} of a prepared model is replaced by a module with other parameters, which neither its "
+                "optimizer nor its plan has: replace it before the optimizer is made and before prepare()"
+            )
         setattr(self._polylane_module, name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -198,3 +204,8 @@ class PreparedModel(nn.Module):
 
     def __repr__(self) -> str:
         return repr(self._polylane_module)
+
+
+def _list_ids(value: Any) -> list[int]:
+    """Return the parameters of a module by their ids; those of anything else are none."""
+    return [id(parameter) for parameter in value.parameters()] if isinstance(value, nn.Module) else []

@@ -218,8 +218,9 @@ class Recording:
                     new_versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in fakes]
                     if versions != new_versions or moves_statistics(func, args, kwargs):
                         raise PolylaneError(
-                            f"{line_of_script()}: {func.__name__} writes into a tensor that it is given (running "
-                            "statistics?) with what the model returns: make that part of a model that is prepared"
+                            f"{line_of_script()}: {func.__name__} writes into a tensor that it is given with what the "
+                            "model returns, such as running statistics: make that part of a model that prepare() is "
+                            "given, and call the model that prepare() returns"
                         )
                     return [_as_view(result, fakes) for result in results], out_spec
             except VALUES_NEEDED as error:

@@ -18,9 +18,9 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.compile.optimizer_sequence import OptimizerSequence
 from polylane.compile.training_problem import TrainingProblem
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, format_plural
 from polylane.plan.fixed_keys import parse_auto
-from polylane.plan.plan import AnyPlan, Plan
+from polylane.plan.plan import AnyPlan
 from polylane.plan.spec import parse
 from polylane.probe.machine import available_memory
 from polylane.runtime.plain_data.serialization import from_json
@@ -30,6 +30,7 @@ from polylane.runtime.state.optimizer_attributes import restore_attributes
 from polylane.runtime.state.optimizer_state import OptimizedPart, restore_optimizer, restore_options
 from polylane.runtime.state.saved_state import SavedState
 from polylane.runtime.workers.world import World
+from polylane.schedule.schedules import ASYNCHRONOUS
 from polylane.script.input_layout import UNDIVIDED, BatchDim, TapeLayout, try_layouts
 from polylane.script.role import ScriptJob
 from polylane.script.tape import Tape, replay_tape
@@ -76,6 +77,30 @@ class SavedScript:
     def open_reader(self) -> CheckpointReader:
         """Return a reader of its tensors."""
         return CheckpointReader(self.folder, self.manifest)
+
+
+def read_plan(plan: str | AnyPlan, world: World) -> str | AnyPlan:
+    """Return a script's plan, read from its line; one that is to be found stays as it is.
+
+    Args:
+        plan: a plan in one line, a plan, or "auto".
+        world: this worker among all workers.
+
+    Raises:
+        PolylaneError: it cannot be read, takes another number of workers, or updates weights at other times than a
+            script does.
+    """
+    if isinstance(plan, str) and parse_auto(plan) is not None:
+        return plan
+    fixed = parse(plan) if isinstance(plan, str) else plan
+    if fixed.processes != world.size:
+        count = fixed.processes
+        raise PolylaneError(
+            f"the plan takes {format_plural(count, 'worker')}, and this script runs on {world.size}: start it with "
+            f"polylane run --workers {count}, or torchrun --nproc-per-node {count}"
+        )
+    _refuse_other_updates(fixed)
+    return fixed
 
 
 def start_script(
@@ -176,9 +201,12 @@ def restore_whole(models: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     restore_attributes(OBJECTIVE, optimizer, names, parts, saved.plain, source.fill)
 
 
-def _refuse_other_updates(plan: Plan) -> None:
-    if plan.is_asynchronous or plan.sync.has_servers or plan.sync.is_replica_local:
+def _refuse_other_updates(plan: AnyPlan) -> None:
+    """Refuse what updates weights at other times than a script's loop does."""
+    word = f"schedule={plan.schedule}" if plan.schedule in ASYNCHRONOUS else ""
+    word = word or ("servers=" if plan.sync.has_servers else "every=" if plan.sync.is_replica_local else "")
+    if word:
         raise PolylaneError(
-            f"{plan.spec}: a script's own loop steps its optimizer after each backward pass, and this plan updates at "
-            "other times: take another plan, or job.step of polylane.parallelize"
+            f"plan: {word} updates weights at other times than a script's loop, whose optimizer steps after "
+            "backward(): leave it out, or train by job.step of polylane.parallelize"
         )

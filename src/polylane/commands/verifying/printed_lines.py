@@ -106,9 +106,7 @@ class PrintedFloors:
     floors: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @classmethod
-    def between(
-        cls, lines: Sequence[str], nudged: Sequence[Sequence[str]], tolerance: Tolerance
-    ) -> PrintedFloors:
+    def between(cls, lines: Sequence[str], nudged: Sequence[Sequence[str]], tolerance: Tolerance) -> PrintedFloors:
         """Compare an output with those of runs from weights that were moved by one unit in the last place."""
         floors = dict[tuple[int, int], float]()
         for other_lines in nudged:

@@ -34,6 +34,9 @@ _PEER_LOSS_WORDS = (
     "NCCL communicator was aborted",
 )
 
+# Files of torch's that hand a call over to polylane.
+_HAND_OVER = ("/torch/overrides.py", "/torch/_functorch/functional_call.py", "/torch/nn/utils/stateless.py")
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -169,10 +172,21 @@ def _exception_chain(error: BaseException) -> list[BaseException]:
 
 
 def _format_traceback(error: BaseException, skip_frames: int) -> str:
-    """Return a traceback that begins in the user's own code, or where no line of it is there, behind some frames."""
+    """Return a traceback that begins in the user's own code, as if their lines had called torch's.
+
+    Where no line of the user's is there, it begins behind some frames.
+    """
     frames = _walk_frames(error.__traceback__)
-    begin = next((at for at, frame in enumerate(frames) if _is_users(frame)), min(skip_frames, len(frames)))
-    return "".join(traceback.format_exception(type(error), error, frames[begin] if begin < len(frames) else None))
+    begin = next((at for at, frame in enumerate(frames) if _is_users(frame)), None)
+    first = min(skip_frames, len(frames)) if begin is None else begin
+    shown = traceback.TracebackException(type(error), error, frames[first] if first < len(frames) else None)
+    if begin is not None:
+        shown.stack[:] = [
+            frame
+            for frame in shown.stack
+            if not Frame(frame.filename, 0, "").is_own and not frame.filename.endswith(_HAND_OVER)
+        ]
+    return "".join(shown.format())
 
 
 def _walk_frames(frame: TracebackType | None) -> list[TracebackType]:
