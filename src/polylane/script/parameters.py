@@ -16,7 +16,7 @@ reading one costs no message.
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ from polylane.script.role import ScriptRole
 
 def _find_step() -> torch.optim.Optimizer | None:
     """Return the optimizer whose ``step()`` is running; None where there is none."""
-    frame = sys._getframe(1).f_back
+    frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "step" and isinstance(owner := frame.f_locals.get("self"), torch.optim.Optimizer):
             return owner

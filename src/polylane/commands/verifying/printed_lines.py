@@ -151,9 +151,9 @@ def compare_lines(
             line_floors = {at: measured.get((number, at), 0.0) for at in errors}
             rounded = {at for at, error in errors.items() if tolerance.is_rounding(error, line_floors[at])}
             comparison.rounded += len(rounded)
-            others = [error for at, error in errors.items() if at not in rounded]
-            comparison.worst = max([comparison.worst, *others])
-            is_same = all(error <= tolerance.relative for error in others)
+            remaining_errors = [error for at, error in errors.items() if at not in rounded]
+            comparison.worst = max([comparison.worst, *remaining_errors])
+            is_same = all(error <= tolerance.relative for error in remaining_errors)
         if not is_same and not comparison.difference:
             comparison.difference = f"line {number} is {_show(line)}, not {_show(right)}"
             comparison.floor = max((floor for (of, _), floor in measured.items() if of == number), default=0.0)

@@ -260,7 +260,7 @@ def _compare_states(
             shapes = f"{list(value.shape)}, not {list(right.shape)}"
             return _StateComparison(math.inf, difference=f"{name} has the shape {shapes}")
         error = _relative_error(right, value, tolerance)
-        errors = (_relative_error(right, other[name], tolerance) for other in nudged)
+        errors = (_relative_error(right, state_again[name], tolerance) for state_again in nudged)
         floor = max((floor for floor in errors if floor < math.inf), default=0.0)
         if tolerance.is_rounding(error, floor):
             comparison.undetermined += (name,)

@@ -178,8 +178,8 @@ def _format_traceback(error: BaseException, skip_frames: int) -> str:
     """
     frames = _walk_frames(error.__traceback__)
     begin = next((at for at, frame in enumerate(frames) if _is_users(frame)), None)
-    first = min(skip_frames, len(frames)) if begin is None else begin
-    shown = traceback.TracebackException(type(error), error, frames[first] if first < len(frames) else None)
+    start = min(skip_frames, len(frames)) if begin is None else begin
+    shown = traceback.TracebackException(type(error), error, frames[start] if start < len(frames) else None)
     if begin is not None:
         shown.stack[:] = [
             frame
