@@ -254,7 +254,34 @@ def compile_all(prepare: Prepare) -> list[float]:
     return numbers + sums_of(model)
 
 
+def make_alike(prepare: Prepare) -> list[float]:
+    """tensors like an output, or of the number of a loss (`torch.full_like(output, loss.detach())`)"""
+    model, optimizer, loader = prepare(*build())
+    numbers = list[float]()
+    for x, y in loader:
+        optimizer.zero_grad()
+        output = model(x)
+        loss = F.cross_entropy(output, y)
+        bound = loss.detach()
+        masks = [
+            torch.full_like(input=output, fill_value=bound),
+            output.new_full((3,), bound),
+            output.new_tensor(bound),
+        ]
+        masks += [
+            torch.full_like(x[:, :3], bound),
+            output.new_tensor([bound, 2, 3]),
+            torch.rand_like(input=x[:, :3] + output.detach()),
+        ]
+        total = loss + torch.stack([(output * mask).mean() for mask in masks]).sum()
+        total.backward()
+        optimizer.step()
+        numbers += [total.item(), float(torch.tensor(loss.detach())), len(torch.arange(loss.detach().ceil() + 3))]
+    return numbers + sums_of(model)
+
+
 CALL_TRAPS = {
+    "make_alike": Trap(make_alike),
     "leave_attributes": Trap(leave_attributes),
     "remember": Trap(remember),
     "call_with_weights": Trap(call_with_weights, "call torch.func.functional_call with a copy"),

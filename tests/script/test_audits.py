@@ -113,10 +113,14 @@ def test_a_mode_that_does_not_exist_is_refused() -> None:
 
 
 def test_no_step_is_computed_on_whole_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
     monkeypatch.setattr("polylane.script.start.available_memory", lambda: 4096)
+    monkeypatch.setattr("polylane.script.start.is_launched", lambda: True)  # by torchrun, without a command
+    monkeypatch.setattr("polylane.script.start.say_at_once", said.append)
     losses, report = train("data=1", "auto", steps=2)
     assert len(losses) > 2 and report.steps == ()
     assert report.note.startswith("a step on whole weights takes 0 MiB, and 0 MiB are free on cpu")
+    assert said == [f"steps are not audited: {report.note}"]
 
 
 def judge(measured: dict[str, Tensor], computed: dict[str, Tensor]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.script.call_traps import CALL_TRAPS
@@ -18,15 +19,19 @@ _TABLE = re.compile(r"(?<=test_guide -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 
 def write_table() -> str:
-    """Return the table as text."""
-    lines = ["| what the script does | under a plan |", "|---|---|"]
-    for loop in (*LOOPS.values(), *WEIGHT_LOOPS.values(), *SEQUENCE_LOOPS.values()):
-        description = " ".join((loop.__doc__ or "").split()).removesuffix(".").replace("``", "`")
-        lines.append(f"| {description[0].lower()}{description[1:]} | works |")
-    for trap in (*TRAPS.values(), *WEIGHT_TRAPS.values(), *CALL_TRAPS.values(), *MODE_TRAPS.values()):
-        outcome = f"refused: …{trap.refusal}…" if trap.refusal else "works"
-        lines.append(f"| {' '.join((trap.loop.__doc__ or '').split())} | {outcome} |")
+    """Return the tables as text: what is refused first, with a part of the error's sentence."""
+    traps = [*TRAPS.values(), *WEIGHT_TRAPS.values(), *CALL_TRAPS.values(), *MODE_TRAPS.values()]
+    loops = [*LOOPS.values(), *WEIGHT_LOOPS.values(), *SEQUENCE_LOOPS.values()]
+    lines = ["| refused | the error says |", "|---|---|"]
+    lines += [f"| {_describe(trap.loop)} | …{trap.refusal}… |" for trap in traps if trap.refusal]
+    lines += ["", "| works, with the same numbers |", "|---|"]
+    lines += [f"| {_describe(loop)} |" for loop in (*loops, *(trap.loop for trap in traps if not trap.refusal))]
     return "\n".join(lines)
+
+
+def _describe(loop: Callable[..., object]) -> str:
+    text = " ".join((loop.__doc__ or "").split()).removesuffix(".").replace("``", "`")
+    return text[0].lower() + text[1:]
 
 
 def test_the_table_is_that_of_the_tests() -> None:

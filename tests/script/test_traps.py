@@ -26,6 +26,7 @@ QUICK = {
     "apply_functions",
     "keep_activations",
     "leave_attributes",
+    "make_alike",
     "leave_evaluation",
 }
 REFUSED = [name for name, trap in ALL_TRAPS.items() if trap.refusal]

@@ -75,7 +75,7 @@ class PlanStrategy(SingleDeviceStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         current_session().nudge_weights([self.lightning_module])
-        current_session().models.append(self.lightning_module)
+        current_session().hold(models=[self.lightning_module])
         if self._plan is not None:
             if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
                 raise PolylaneError(

@@ -145,7 +145,7 @@ class PlanTrainer(Trainer):
         """Create the optimizer, and have the model's calls recorded from here on."""
         optimizer = super().create_optimizer(model)
         current_session().nudge_weights([self.model])
-        current_session().models.append(self.model)
+        current_session().hold(models=[self.model])
         if self.args.chosen_plan is not None and self._planned is None:
             # That of an earlier train() is accelerate's, which has the optimizer itself.
             optimizers = [getattr(optimizer, "optimizer", optimizer)]

@@ -44,7 +44,7 @@ _VALUES = frozenset(
     is_nonzero equal allclose __dlpack__ __deepcopy__ __reduce_ex__ nonzero unique
     """.split()  # noqa: SIM905
 )
-# What makes a tensor of the same shape, whose values do not depend on the deferred one's: it is made at once.
+# What makes a tensor like its first argument, whose values do not depend on that one's: it is made at once.
 _LIKE = frozenset(
     """
     randn_like rand_like randint_like empty_like zeros_like ones_like full_like new_zeros new_ones new_empty new_full
@@ -132,7 +132,21 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(f"{func} was called on a tensor that is still to be computed")
+        # A number, or a copy without a gradient, that a function of torch takes of it by itself. A step cannot be run
+        # from here, below torch's recording of gradients.
+        tensor = list_deferred(args)[0]
+        if func not in _TAKEN or not tensor.call.is_known(tensor.position):
+            tensor.call.recorder.refuse(
+                f"torch takes what the model returns as a number ({func}) before its step has run: write x.item()"
+            )
+        return func(tensor.call.recorder.compute(_identity, args, {}))
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+_TAKEN = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.detach.default)
 
 
 def answer_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -143,10 +157,12 @@ def answer_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     if handling is Handling.METADATA:
         with plain_tensors():
             return func(*[arg.metadata if isinstance(arg, DeferredTensor) else arg for arg in args], **kwargs)
-    if handling is Handling.LIKE:
-        with plain_tensors():
-            return func(*[_memory_like(arg) if isinstance(arg, DeferredTensor) else arg for arg in args], **kwargs)
     recorder: Recorder = _find_deferred(args, kwargs).call.recorder
+    if handling is Handling.LIKE:
+        model = args[0] if args else kwargs["input"]
+        model = _memory_like(model) if isinstance(model, DeferredTensor) else model
+        kwargs = {name: value for name, value in kwargs.items() if name != "input"}
+        return recorder.compute(functools.partial(func, model), args[1:], kwargs)
     if handling is Handling.RECORD:
         return recorder.record(func, args, kwargs)
     if handling is Handling.NO_GRADIENT:  # as of every tensor of torch that is no leaf

@@ -44,7 +44,7 @@ from polylane.script.recorded_calls import Result, outside_inference
 from polylane.script.recording import NeedsValues, Recording, line_of_script
 from polylane.script.tape import Models, find_differentiated
 from polylane.script.tape_runner import TapeRunner
-from polylane.script.training import LoopObserver, WritingByHand
+from polylane.script.training import LoopObserver, ScriptUpdates
 
 MOST_DEFERRED = 50  # functions in a chain, such as a running sum of losses, before their values are asked for
 
@@ -88,7 +88,7 @@ class TrainingLoop:
             self._take_over(optimizer)
         names = {id(parameter): name for name, parameter in Models(models).named_parameters()}
         self._names = {o: [names[id(p)] for p in _parameters_of(o)] for o in optimizers}
-        planned = [WritingByHand(_parameters_of(o)) if o in self._by_hand else o for o in optimizers]
+        planned = [ScriptUpdates(_parameters_of(o)) if o in self._by_hand else o for o in optimizers]
         self._trained = {o: frozenset(owners[id(p)] for p in _parameters_of(o)) for o in planned}
         self.runner = TapeRunner(world, models, self._trained, plan, batch_dim)
         self.recording = Recording(self, models, self.runner.written_lines)
@@ -382,7 +382,7 @@ class TrainingLoop:
                 runner.role.release_model(state | {name: runner.role.read_value(name) for name in elsewhere})
         assert runner.parameters is not None
         runner.parameters.release()
-        runner.is_running = True  # from now on the calls of models and optimizers are their own
+        runner.is_running = True  # for good: from now on the calls of models and optimizers are their own
         if runner.job is not None:
             for optimizer, whole_state in zip(optimizers, states, strict=True):
                 optimizer.load_state_dict(whole_state)

@@ -28,7 +28,7 @@ from polylane.script.resuming.loader import follow_loader
 from polylane.script.session import current_session
 from polylane.script.shared_saves import share_saves
 from polylane.script.start import read_plan
-from polylane.script.training import LoopObserver, WritingByHand
+from polylane.script.training import LoopObserver, ScriptUpdates
 from polylane.verify.audit import AuditMode
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ def prepare(
     models = [value for value in dict.fromkeys(objects) if isinstance(value, nn.Module)]
     session.nudge_weights(models)
     if plan is None:
-        session.models.extend(models)
+        session.hold(models=models)
         return objects if len(objects) != 1 else objects[0]
     if audit not in (None, *get_args(AuditMode)):
         raise PolylaneError(f"audit={audit!r}: give one of {', '.join(get_args(AuditMode))}")
@@ -73,7 +73,7 @@ def prepare(
         raise PolylaneError("prepare() was given no model: give it those that the loop trains, with their optimizers")
     _refuse_prepared(models)
     # A loop that writes the weights itself has none: this one says what is trained, and never steps.
-    optimizers = optimizers or [WritingByHand([p for model in models for p in model.parameters() if p.requires_grad])]
+    optimizers = optimizers or [ScriptUpdates([p for model in models for p in model.parameters() if p.requires_grad])]
     progress = session.progress if session.progress.is_active else None
     plain_models = [without_compiler(model) for model in models]
     for plain_model in plain_models:
@@ -85,7 +85,7 @@ def prepare(
         id(model): PreparedModel(loop, ModelCall(number), plain_model, is_compiled=plain_model is not model)
         for number, (model, plain_model) in enumerate(zip(models, plain_models, strict=True))
     }
-    session.models.extend(prepared.values())
+    session.hold(models=prepared.values())
     if progress is not None:
         loaders = [value for value in objects if isinstance(value, DataLoader)]
         for number, loader in enumerate(loaders):
@@ -119,7 +119,7 @@ def open_loop(
         loop = TrainingLoop(world, models, optimizers, plan, batch_dim, progress)
     loop.runner.audit_mode = session.audit
     loop.runner.recorder = session.recorder if not session.loops else None
-    session.loops.append(loop)
+    session.hold(loops=[loop])
     _agree_on_random_numbers(world)
     share_saves(world)
     record_functions()

@@ -180,6 +180,10 @@ class RecordedCall:
         """Results of earlier calls among the arguments."""
         return (leaf for leaf in self.leaves if isinstance(leaf, Result))
 
+    def is_known(self, position: int) -> bool:
+        """Return whether a result has a value without a further step."""
+        return position in self.values or position in self.runs or is_replayable(self)
+
     def forget_arguments(self) -> None:
         """Let go of the arguments, where nothing will be computed from them again."""
         is_known = all(result.position in self.values for result in self.live_results())

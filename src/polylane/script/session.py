@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +48,8 @@ class ScriptSession:
         nudge: seed by which the weights that it trains are moved by one unit in the last place before they are, to see
             what rounding alone changes; None: they stay.
         tell: called on every worker with each message about the run, a dict of plain values with its "kind".
-        loops: the training loops that the script has prepared.
-        models: the models that the script has prepared, or was given back as they are.
+        loops: the training loops that the script has prepared, under a command, which closes them.
+        models: the models that the script has prepared, or was given back as they are, under a command.
     """
 
     plan: str | AnyPlan | None = None
@@ -83,6 +83,12 @@ class ScriptSession:
         if self.nudge is not None:
             nudge_values((parameter for model in models for parameter in model.parameters()), self.nudge)
 
+    def hold(self, loops: Iterable[TrainingLoop] = (), models: Iterable[nn.Module] = ()) -> None:
+        """Keep what a command closes and compares at the end; other scripts' live as long as the script holds them."""
+        if self.world is not None:
+            self.loops.extend(loops)
+            self.models.extend(models)
+
     def join_world(self) -> World:
         """Return this worker among all workers, which are watched."""
         return watch_script(World.join(), "stop", None) if self.world is None else self.world
@@ -97,8 +103,14 @@ _sessions: list[ScriptSession] = []
 
 
 def current_session() -> ScriptSession:
-    """Return the session of the command that runs this script; without one, that of the environment's variables."""
-    return _sessions[-1] if _sessions else ScriptSession(os.environ.get(PLAN_VARIABLE))
+    """Return the session of the command that runs this script; without one, that of this process."""
+    return _sessions[-1] if _sessions else _session_of_process(os.environ.get(PLAN_VARIABLE))
+
+
+@cache
+def _session_of_process(plan: str | None) -> ScriptSession:
+    """Return the session of a script that torchrun or Python runs, with the plan of the environment's variable."""
+    return ScriptSession(plan)
 
 
 @contextmanager

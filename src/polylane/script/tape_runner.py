@@ -38,18 +38,19 @@ from polylane.script.recorded_calls import (
     is_replayable,
     outside_inference,
 )
+from polylane.script.resuming.saved_script import SavedScript, restore_whole
 from polylane.script.role import ScriptJob, ScriptRole
-from polylane.script.start import SavedScript, restore_whole, start_script
+from polylane.script.start import start_script
 from polylane.script.tape import Models, Tape, TapeBook
 from polylane.script.training import (
     OBJECTIVE,
     PlainTraining,
     PlannedRun,
     PlannedTraining,
+    ScriptUpdates,
     StepRecorder,
     TapeRun,
     Training,
-    WritingByHand,
 )
 from polylane.verify.audit import AuditMode
 from polylane.verify.audit.passes_audit import PassesAudit
@@ -77,9 +78,8 @@ class TapeRunner:
         tapes: what was run so far, each form once.
         written_lines: by a line of the script, whether it writes in place into what was an argument there.
         job: the training under the plan; None before that.
-        is_running: whether the models run for polylane, and not for the script.
+        is_running: whether calls of the models are not recorded: for polylane's own, and for good once released.
         updates: number of optimizer steps so far.
-        world: this worker among all workers.
         recorder: records the steps under the plan; None: nobody does.
         steps: number of steps of the optimizer that has stepped most often, those before a resumed run among them.
     """
@@ -306,7 +306,7 @@ class TapeRunner:
             untrained = [optimizer for optimizer, models in self._optimizers.items() if not models <= tape.trained]
             trained = tape.trained.union(*(example.trained for example, _ in self._plain.examples.values()))
             if all(
-                self._optimizers[o] <= trained if isinstance(o, WritingByHand) else id(o) in self._plain.stepped
+                self._optimizers[o] <= trained if isinstance(o, ScriptUpdates) else id(o) in self._plain.stepped
                 for o in untrained
             ):
                 self._start(tape, inputs)

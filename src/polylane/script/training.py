@@ -77,7 +77,7 @@ def _add_gradients(gradients: Mapping[nn.Parameter, Tensor], keeps: bool) -> Non
             parameter.grad = gradient.clone() if keeps else gradient
 
 
-class WritingByHand(torch.optim.SGD):
+class ScriptUpdates(torch.optim.SGD):
     """Stands for a script's own updates of the weights in the training that a plan is compiled for; never steps."""
 
 

@@ -26,7 +26,7 @@ from polylane.runtime.state.plain_values import SCALARS, from_plain, to_plain
 from polylane.runtime.state.random_state import collect_generators, restore_generators
 from polylane.script.loop import TrainingLoop
 from polylane.script.resuming.loader import LoaderPass, own_generator_states, restore_own_generators
-from polylane.script.start import SavedScript
+from polylane.script.resuming.saved_script import SavedScript
 
 T = TypeVar("T")
 

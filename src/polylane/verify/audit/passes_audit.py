@@ -66,6 +66,7 @@ class PassesAudit:
         exchange: returns what all workers give, by rank.
         plan: the plan, in a sentence about a difference.
         tolerance: largest relative difference that counts as rounding without a measurement.
+        say: is called with the reason why steps are not audited, where no command says that at its end.
 
     Attributes:
         note: why no further step is audited; "" where some are.
@@ -82,6 +83,7 @@ class PassesAudit:
     plan: str
     tolerance: float
     note: str = ""
+    say: Callable[[str], None] = lambda sentence: None
     count: int = 0
     seconds: float = 0.0
     steps: list[int] = field(default_factory=list)
@@ -89,6 +91,13 @@ class PassesAudit:
     differences: list[str] = field(default_factory=list)
     agreed: int = 0
     started: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self._warn_of_note()
+
+    def _warn_of_note(self) -> None:
+        if self.note and self.mode != "off":
+            self.say(f"steps are not audited: {self.note}")
 
     def is_due(self) -> bool:
         """Count a pass; return whether it is to be audited, on all workers alike."""
@@ -109,6 +118,7 @@ class PassesAudit:
             report = _Report(note=describe_error(error).partition("\n")[0])
         reports: list[_Report] = self.exchange(report)
         self.note = next((report.note for report in reports if report.note), "")
+        self._warn_of_note()
         self.seconds += time.perf_counter() - started
         return None if self.note else measured
 
