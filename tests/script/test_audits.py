@@ -91,6 +91,25 @@ def test_a_difference_stops_all_workers_or_is_a_warning(fault: str, monkeypatch:
         assert len(report.differences) == len(report.steps) > 0
 
 
+@pytest.mark.parametrize("plan", ["data=2", "pipeline=2"])
+def test_steps_in_bfloat16_are_audited_in_bfloat16(plan: str) -> None:
+    """The gradient of a bias before a batch normalization is nothing but rounding."""
+
+    def run(context: WorkerContext) -> Any:
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3))
+        optimizer: Any = torch.optim.SGD(network.parameters(), lr=0.1)
+        model, optimizer = polylane.prepare(network, optimizer, plan=f"{plan},precision=bfloat16", audit="stop")
+        for _ in range(4):
+            F.cross_entropy(model(torch.randn(24, 1, 8, 8)), torch.randint(0, 3, (24,))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model._polylane_loop.runner.audit.report()
+
+    for report in fork_workers(run, 2):
+        assert report.steps == (1, 2, 4) and not report.differences
+
+
 def test_random_numbers_that_go_by_the_plan_s_parts_end_audits_with_a_note() -> None:
     def run(context: WorkerContext) -> Any:
         torch.manual_seed(0)

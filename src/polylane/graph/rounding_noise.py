@@ -55,13 +55,19 @@ def rounding_floor(once: Tensor, repetitions: Iterable[Tensor]) -> float:
     return max((distance for distance in distances if distance < math.inf), default=0.0)
 
 
-def nudge_values(tensors: Iterable[Tensor], seed: int) -> None:
-    """Change every number by one unit in the last place, up or down, in place."""
+def nudge_values(tensors: Iterable[Tensor], seed: int, dtype: torch.dtype | None = None) -> None:
+    """Change every number by one unit in the last place, up or down, in place.
+
+    Args:
+        tensors: the tensors; those of integers stay.
+        seed: of the signs.
+        dtype: the type that a computation rounds them to, whose units count; None: each tensor's own.
+    """
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in (t for t in tensors if t.is_floating_point() or t.is_complex()):
             signs = 2 * torch.randint(0, 2, tensor.shape, generator=random, dtype=torch.float64) - 1
-            tensor *= 1 + torch.finfo(tensor.dtype).eps * signs.to(tensor.device)
+            tensor *= 1 + torch.finfo(dtype or tensor.dtype).eps * signs.to(tensor.device)
 
 
 def nudge_fractions(tensors: Iterable[Tensor], seed: int) -> None:

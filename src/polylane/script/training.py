@@ -282,14 +282,16 @@ class PlannedTraining:
             self.audit.note = "its random numbers, or statistics, are those of the plan's parts of a batch"
             return None
         part = role.sample_slice(sample_count(flatten(batch)[0]))
+        dtype = torch.bfloat16 if role.plan.precision == "bfloat16" else None
+        casts = nullcontext() if dtype is None else torch.autocast(role.world.device.type, dtype)
 
         def replay(attempt: int | None) -> MeasuredPass:
             with generators_kept(), role.gathered_model() as models:
                 restore = snapshot_model(models, replay_tape)
                 try:
                     if attempt is not None:
-                        nudge_values(models.parameters(), attempt)
-                    with KeyedDraws(draws, part) if draws else nullcontext():
+                        nudge_values(models.parameters(), attempt, dtype)
+                    with KeyedDraws(draws, part) if draws else nullcontext(), casts:
                         run = PlainTraining(list(models.children())).compute(tape, inputs)
                     names = {parameter: name for name, parameter in models.named_parameters()}
                     return MeasuredPass(float(run.value), {names[p]: g for p, g in run.gradients.items()}, {})
