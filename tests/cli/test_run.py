@@ -58,6 +58,7 @@ def main():
         optimizer.step()
         print(f"epoch {epoch}: loss {loss.item():.9f}")
         print("a warning", file=sys.stderr)
+        open(f"rank-{os.environ.get('POLYLANE_RANK')}", "w").close()
         if options.fault == "time":
             import time
             print(f"after {time.time_ns() % 10**9} ns")  # (a whole time differs by less than 1e-9 of it)
@@ -92,6 +93,7 @@ def test_a_script_prints_what_it_prints_alone(scripts: Path) -> None:
     assert "2 workers on cpu, data=2" in err and err.count("a warning") == 2
     line = "run tiny_script.py --plan pipeline=2,microbatches=2 --run run/two -- --epochs 2"
     assert execute(scripts, line)[0] == plain
+    assert {file.name for file in scripts.glob("rank-*")} == {"rank-None", "rank-0", "rank-1"}
     run = scripts / "run/two"
     assert {file.name for file in run.iterdir()} == FILES - {"model.safetensors"}
     steps, _ = metrics(run)

@@ -60,7 +60,7 @@ def nudge_values(tensors: Iterable[Tensor], seed: int, dtype: torch.dtype | None
 
     Args:
         tensors: the tensors; those of integers stay.
-        seed: of the signs.
+        seed: decides which numbers move up, and which down.
         dtype: the type that a computation rounds them to, whose units count; None: each tensor's own.
     """
     random = torch.Generator().manual_seed(seed)

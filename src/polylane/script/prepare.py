@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar, get_args
@@ -25,7 +26,7 @@ from polylane.script.loop import TrainingLoop
 from polylane.script.model_results import ModelCall
 from polylane.script.prepared_model import PreparedModel
 from polylane.script.resuming.loader import follow_loader
-from polylane.script.session import current_session
+from polylane.script.session import RANK_VARIABLE, current_session
 from polylane.script.shared_saves import share_saves
 from polylane.script.start import read_plan
 from polylane.script.training import LoopObserver, ScriptUpdates
@@ -115,6 +116,7 @@ def open_loop(
     session = current_session()
     with generators_kept():
         world = session.join_world()
+        os.environ[RANK_VARIABLE] = str(world.rank)
         plan = read_plan(plan, world)
         loop = TrainingLoop(world, models, optimizers, plan, batch_dim, progress)
     loop.runner.audit_mode = session.audit

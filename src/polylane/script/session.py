@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from polylane.script.training import StepRecorder
 
 PLAN_VARIABLE = "POLYLANE_PLAN"
+RANK_VARIABLE = "POLYLANE_RANK"  # which worker this is, for what a script does on one of them
 
 
 @dataclass(frozen=True)

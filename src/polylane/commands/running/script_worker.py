@@ -20,7 +20,7 @@ from polylane.commands.running.worker import ignore
 from polylane.runtime.progress_page import ProgressMemory, ProgressWriter
 from polylane.runtime.workers.started_worker import WorkerContext
 from polylane.runtime.workers.world import World
-from polylane.script.session import ScriptSession, running_session
+from polylane.script.session import RANK_VARIABLE, ScriptSession, running_session
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ def run_as_main(script: str, arguments: tuple[str, ...], rank: int) -> int:
         rank: rank of this worker; rank 0 says what ``sys.exit`` was called with.
     """
     sys.argv[:] = script, *arguments
+    os.environ[RANK_VARIABLE] = str(rank)
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         runpy.run_path(script, run_name="__main__")

@@ -38,7 +38,7 @@ from polylane.verify.rounding_floor import (
 
 # Makes the passes of the step again, with weights nudged by the number of a try; None: with the weights as they are.
 Replay = Callable[[int | None], MeasuredPass]
-# In bfloat16 one unit in the last place moves a gradient by a hundredth of its size: MARGIN times that would excuse all.
+# In bfloat16 one unit in the last place moves a gradient by a hundredth of its size: MARGIN times that excuses all.
 COARSE_MARGIN, MOST_TOLERANCE = 10, 1e-3
 TakePart = Callable[[str, Tensor], Tensor | None]
 
