@@ -135,7 +135,7 @@ class DeferredTensor(Tensor):
         # A number, or a copy without a gradient, that a function of torch takes of it by itself. A step cannot be run
         # from here, below torch's recording of gradients.
         tensor = list_deferred(args)[0]
-        if func not in _TAKEN or not tensor.call.is_known(tensor.position):
+        if str(func) not in _TAKEN or not tensor.call.is_known(tensor.position):
             tensor.call.recorder.refuse(
                 f"torch takes what the model returns as a number ({func}) before its step has run: write x.item()"
             )
@@ -146,7 +146,7 @@ def _identity(value: Any) -> Any:
     return value
 
 
-_TAKEN = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.detach.default)
+_TAKEN = ("aten._local_scalar_dense.default", "aten.detach.default")
 
 
 def answer_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
