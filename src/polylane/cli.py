@@ -220,8 +220,8 @@ def verify(
 
     Of a SCRIPT that calls polylane.prepare, runs it plainly and under the plan, each time to its end, and compares the
     numbers that it prints, line by line, and the weights that its models have at the end; in float64 if it runs with
-    torch.set_default_dtype(torch.float64), else to the precision of its own types. Files that it writes are written by
-    both.
+    torch.set_default_dtype(torch.float64), else to the precision of its own types. Where the two differ, further runs
+    find numbers that change every time (seconds), and what rounding alone changes. Each run writes the script's files.
 
     \b
     Examples:

@@ -116,7 +116,8 @@ def open_loop(
     session = current_session()
     with generators_kept():
         world = session.join_world()
-        os.environ[RANK_VARIABLE] = str(world.rank)
+        if world.size > 1:
+            os.environ[RANK_VARIABLE] = str(world.rank)
         plan = read_plan(plan, world)
         loop = TrainingLoop(world, models, optimizers, plan, batch_dim, progress)
     loop.runner.audit_mode = session.audit
