@@ -38,6 +38,8 @@ def main():
     if options.eps:  # the gradient of a bias before a batch normalization is rounding, which Adam makes steps of
         model.insert(1, nn.BatchNorm1d(8).double())
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1, eps=options.eps)
+    if options.fault == "dropout":
+        model.insert(1, nn.Dropout(0.5))
     x, y = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
     if options.fault == "forgotten":
         model = polylane.prepare(model)
@@ -181,6 +183,11 @@ def test_verify_compares_what_a_script_prints_and_its_weights(scripts: Path) -> 
     out, _ = execute(scripts, "verify tiny_script.py --workers 2 -- --fault type", code=1)
     assert "NOT equal: 2 workers" in out
     assert "line 2 is 'a PreparedModel of 13 letters', not 'a Sequential of 10 letters' of what it prints" in out
+
+
+def test_verify_compares_dropout_with_the_plan_on_one_worker(scripts: Path) -> None:
+    out, _ = execute(scripts, "verify tiny_script.py --plan data=2 -- --epochs 2 --fault dropout")
+    assert "and the prepared script on one worker (it draws random numbers) agree in 4 printed numbers" in out
 
 
 def test_verify_tells_rounding_from_a_difference(scripts: Path) -> None:

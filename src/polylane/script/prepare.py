@@ -118,7 +118,7 @@ def open_loop(
         world = session.join_world()
         if world.size > 1:
             os.environ[RANK_VARIABLE] = str(world.rank)
-        plan = read_plan(plan, world)
+        plan = read_plan(plan, world, session.is_alone)
         loop = TrainingLoop(world, models, optimizers, plan, batch_dim, progress)
     loop.runner.audit_mode = session.audit
     loop.runner.recorder = session.recorder if not session.loops else None

@@ -46,6 +46,7 @@ class ScriptSession:
         recorder: records the steps of what is prepared first; None: nobody does.
         audit: whether some steps are computed a second time on one device, and what follows from a difference.
         is_plain: whether the script runs as it is, whatever plan it names itself.
+        is_alone: whether one worker computes what the plan gives to several, for a comparison with them.
         nudge: seed by which the weights that it trains are moved by one unit in the last place before they are, to see
             what rounding alone changes; None: they stay.
         tell: called on every worker with each message about the run, a dict of plain values with its "kind".
@@ -63,6 +64,7 @@ class ScriptSession:
     recorder: StepRecorder | None = None
     audit: AuditMode = "auto"
     is_plain: bool = False
+    is_alone: bool = False
     nudge: int | None = None
     tell: Callable[[dict[str, Any]], None] = lambda message: None
     loops: list[TrainingLoop] = field(default_factory=list, compare=False)

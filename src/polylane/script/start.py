@@ -34,12 +34,13 @@ from polylane.verify.audit.step_replay import read_rounding
 AUDIT_COPIES = 6  # of the weights, where a step is computed on whole ones: gathered twice, kept, and gradients
 
 
-def read_plan(plan: str | AnyPlan, world: World) -> str | AnyPlan:
+def read_plan(plan: str | AnyPlan, world: World, is_alone: bool = False) -> str | AnyPlan:
     """Return a script's plan, read from its line; one that is to be found stays as it is.
 
     Args:
         plan: a plan in one line, a plan, or "auto".
         world: this worker among all workers.
+        is_alone: whether one worker may compute what the plan gives to several.
 
     Raises:
         PolylaneError: it cannot be read, takes another number of workers, or updates weights at other times than a
@@ -48,7 +49,7 @@ def read_plan(plan: str | AnyPlan, world: World) -> str | AnyPlan:
     if isinstance(plan, str) and parse_auto(plan) is not None:
         return plan
     fixed = parse(plan) if isinstance(plan, str) else plan
-    if fixed.processes != world.size:
+    if fixed.processes != world.size and not (is_alone and world.size == 1):
         count = fixed.processes
         raise PolylaneError(
             f"the plan takes {format_plural(count, 'worker')}, and this script runs on {world.size}: start it with "

@@ -90,7 +90,7 @@ class RecordedScript:
             redirect(descriptor, path)
         torch.set_default_dtype(self.dtype)
         world = replace(context.world, progress=ProgressWriter(pages[context.rank], context.rank, is_script=True))
-        session = ScriptSession(plan, world, is_plain=plan is None, nudge=nudge)
+        session = ScriptSession(plan, world, is_plain=plan is None, is_alone=world.size == 1, nudge=nudge)
         with running_session(session):
             code = run_as_main(self.script, self.arguments, context.rank)
             state = {
