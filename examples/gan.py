@@ -1,8 +1,8 @@
 """A GAN on handwritten digits: two networks, two losses, two optimizers, in a loop that owns its steps.
 
-python examples/gan.py                                            one worker
-torchrun --nproc-per-node 2 examples/gan.py                       two replicas, in a loop that owns its steps
-torchrun --nproc-per-node 2 examples/gan.py --plan pipeline=2     two stages, each loss with a graph of its own
+python examples/gan.py                                                     one device
+polylane run examples/gan.py --workers 4 --plan data=2,pipeline=2          the same loop under a plan
+torchrun --nproc-per-node 2 examples/gan.py --objectives pipeline=2        no loop: each loss is an objective of a Job
 """
 
 import argparse
@@ -10,6 +10,7 @@ import argparse
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import digits  # the recipe next to this one
 import polylane
@@ -96,26 +97,29 @@ def data(split: str) -> list[Tensor]:
 
 
 def own_loop(gan: GAN, epochs: int, batch_size: int) -> None:
-    """Data parallelism in a plain training loop: it is told of the replicas, and loops over their batches."""
-    replicas = polylane.data_parallel(gan)
+    """A plain training loop, under the plan of ``polylane run``."""
     discriminator_steps = discriminator_optimizer(gan.named_parameters())
     generator_steps = generator_optimizer(gan.named_parameters())
-    for number, images in enumerate(replicas.batches(data("train"), batch_size, epochs), start=1):
-        discriminator_steps.zero_grad()
-        discriminator = discriminator_loss(gan, images)
-        discriminator.backward()
-        discriminator_steps.step()
+    loader = DataLoader(data("train"), batch_size, shuffle=True)
+    gan, discriminator_steps, generator_steps, loader = polylane.prepare(
+        gan, discriminator_steps, generator_steps, loader
+    )
+    for epoch in range(epochs):
+        for images in loader:
+            discriminator_steps.zero_grad()
+            discriminator = discriminator_loss(gan, images)
+            discriminator.backward()
+            discriminator_steps.step()
 
-        generator_steps.zero_grad()
-        generator = generator_loss(gan, images)
-        generator.backward()
-        generator_steps.step()
-        report(replicas.world.rank, number, replicas.mean(discriminator), replicas.mean(generator))
-    replicas.close()
+            generator_steps.zero_grad()
+            generator = generator_loss(gan, images)
+            generator.backward()
+            generator_steps.step()
+        report(f"epoch {epoch + 1:2}", discriminator.item(), generator.item())
 
 
 def planned(gan: GAN, epochs: int, batch_size: int, plan: str) -> None:
-    """Any plan: two objectives over one model, each captured, split and stepped on its own."""
+    """Two objectives over one model, each captured, split and stepped on its own."""
     losses = {"discriminator": discriminator_loss, "generator": generator_loss}
     optimizers = {"discriminator": discriminator_optimizer, "generator": generator_optimizer}
     images = data("train")
@@ -123,25 +127,25 @@ def planned(gan: GAN, epochs: int, batch_size: int, plan: str) -> None:
         for number, batch in enumerate(job.batches(images, batch_size, epochs), start=1):
             discriminator = job.step(batch, "discriminator")
             generator = job.step(batch, "generator")
-            report(job.world.rank, number, discriminator.loss, generator.loss)
+            if job.world.rank == 0 and number % 50 == 0:
+                report(f"step {number:4}", discriminator.loss, generator.loss)
 
 
-def report(rank: int, number: int, discriminator: float, generator: float) -> None:
-    if rank == 0 and number % 50 == 0:
-        print(f"step {number:4}  discriminator {discriminator:.3f}  generator {generator:.3f}")
+def report(label: str, discriminator: float, generator: float) -> None:
+    print(f"{label}  discriminator {discriminator:.3f}  generator {generator:.3f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", help="a plan, as in data=2,pipeline=2; default: replicas in a loop of our own")
+    parser.add_argument("--objectives", metavar="PLAN", help="the plan of a Job; default: a loop of our own")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=64)
     options = parser.parse_args()
     torch.manual_seed(0)
-    if options.plan is None:
+    if options.objectives is None:
         own_loop(model(), options.epochs, options.batch_size)
     else:
-        planned(model(), options.epochs, options.batch_size, options.plan)
+        planned(model(), options.epochs, options.batch_size, options.objectives)
 
 
 if __name__ == "__main__":

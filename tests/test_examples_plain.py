@@ -201,4 +201,4 @@ def test_gan_trains_both_networks_plainly(capsys: pytest.CaptureFixture[str], mo
         changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, start[name])}
         assert changed == {name for name in before if name.startswith(moved)}
     gan.own_loop(model, epochs=3, batch_size=64)
-    assert "step   50  discriminator" in capsys.readouterr().out
+    assert "epoch  3  discriminator" in capsys.readouterr().out

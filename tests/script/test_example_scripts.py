@@ -24,7 +24,7 @@ SCRIPTS = {
     "gan": "--epochs 1 --samples 48 --batch-size 16",
     "image_classification": "--epochs 2 --samples 160 --checkpoint {folder}/best.pt",
     "lstm": "--epochs 1 --characters 1200 --bptt 12 --batch_size 4 --log_interval 5",
-    "masked_lm": "--epochs 1 --batch-size 128",
+    "masked_lm": "--epochs 2 --batch-size 128",
     "segmentation": "--epochs 1 --samples 80",
     "siamese": "--epochs 2 --samples 160 --log-interval 1",
     "translation": "--epochs 1 --numbers 80",

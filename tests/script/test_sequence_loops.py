@@ -10,7 +10,7 @@ import torch
 
 import polylane
 from polylane.runtime.workers.team import WorkerContext, fork_workers
-from polylane.script.input_layout import InputLayout, TapeLayout, propose_layouts
+from polylane.script.loading.input_layout import InputLayout, TapeLayout, propose_layouts
 from tests.script.sequence_loops import SEQUENCE_LOOPS
 
 PLANS = ["data=1", "data=2", "data=2,microbatches=2", "pipeline=2,microbatches=2", "tensor=2"]

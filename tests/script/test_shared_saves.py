@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from polylane.runtime.workers.team import WorkerContext, fork_workers
-from polylane.script.shared_saves import share_saves
+from polylane.script.resuming.shared_saves import share_saves
 
 
 def save_and_load(folder: Path, context: WorkerContext) -> tuple[int, list[int], bytes]:

@@ -208,3 +208,8 @@ def share_offsets(shares: Sequence[SampleShare]) -> dict[int, int]:
         result[share.microbatch] = at
         at += share.samples
     return result
+
+
+def list_positions(shares: Sequence[SampleShare]) -> list[int]:
+    """Return the positions in the whole batch of the samples of some shares, in order."""
+    return [i for share in shares for i in range(share.start, share.stop)]

@@ -258,9 +258,9 @@ class TrainingRole:
         options |= {"shares": self.shares, "whole": is_whole, "trials": self._trials, "compared": self.world.size > 1}
         return data.load_batches(dataset, batch_size, epoch=epoch, seed=self._seed, drop_last=drop_last, **options)
 
-    def shares(self, samples: int) -> tuple[SampleShare, ...]:
-        """Return this worker's shares of a batch of ``samples`` samples."""
-        program = next(iter(self._programs.values()))[self.world.rank]
+    def shares(self, samples: int, rank: int | None = None) -> tuple[SampleShare, ...]:
+        """Return the shares of this worker, or of that with a rank, of a batch of ``samples`` samples."""
+        program = next(iter(self._programs.values()))[self.world.rank if rank is None else rank]
         parts, replicas = self._prepared.microbatches_of(samples), len(program.replicas)
         return compute_shares(samples, parts, replicas, program.replica, program.takes_turns) or (PADDING,)
 

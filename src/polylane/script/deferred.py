@@ -132,9 +132,12 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        tensors = list_deferred((args, kwargs))
+        tensor = tensors[0]
+        if not func._schema.is_mutable and all(tensor.call.readers for tensor in tensors):
+            return tensor.call.recorder.compute(func, args, kwargs or {})  # of a loader's batch, by compiled code
         # A number, or a copy without a gradient, that a function of torch takes of it by itself. A step cannot be run
         # from here, below torch's recording of gradients.
-        tensor = list_deferred(args)[0]
         if str(func) not in _TAKEN or not tensor.call.is_known(tensor.position):
             tensor.call.recorder.refuse(
                 f"torch takes what the model returns as a number ({func}) before its step has run: write x.item()"
@@ -170,7 +173,11 @@ def answer_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     if handling is Handling.REFUSE and _is_without_effect(func, args, kwargs):
         return args[0]
     if handling is Handling.REFUSE:
-        recorder.refuse(_REFUSED[_name_of(func)])
+        reason = _REFUSED[_name_of(func)]
+        if _find_deferred(args, kwargs).call.readers:
+            reason = reason.replace("what the model returns", "what a loader returns")
+            reason += "; or have every worker read whole batches: polylane.prepare(..., whole_batches=True)"
+        recorder.refuse(reason)
     if handling is Handling.BACKWARD:
         return recorder.backward(*args, **kwargs)
     value = recorder.compute(func, args, kwargs)

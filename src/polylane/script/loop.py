@@ -12,15 +12,14 @@ further form of batch. Runs before that are made on whole models.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
 
 from polylane.compile.objectives import needs_closure
 from polylane.errors import PolylaneError
@@ -37,14 +36,19 @@ from polylane.script.deferred import (
     plain_tensors,
     writes_in_place,
 )
-from polylane.script.input_layout import BatchDim
+from polylane.script.loading.input_layout import BatchDim
+from polylane.script.loading.loaded_batch import BatchSites, LoadedBatch, find_readers, read_whole, without_batch_size
+from polylane.script.loading.loader_shares import LoaderShares, share_loader
 from polylane.script.model_results import ModelCall
+from polylane.script.optimizer_calls import take_over
 from polylane.script.parameters import PreparedParameters
 from polylane.script.recorded_calls import Result, outside_inference
 from polylane.script.recording import NeedsValues, Recording, line_of_script
+from polylane.script.resuming.loader import LoopObserver
+from polylane.script.role import ScriptRole
 from polylane.script.tape import Models, find_differentiated
 from polylane.script.tape_runner import TapeRunner
-from polylane.script.training import LoopObserver, ScriptUpdates
+from polylane.script.training import ScriptUpdates
 
 MOST_DEFERRED = 50  # functions in a chain, such as a running sum of losses, before their values are asked for
 
@@ -64,6 +68,7 @@ class TrainingLoop:
         runner: runs what is recorded.
         recording: finds what calls return.
         progress: where the script is in its loops, if checkpoints are saved or gone on from.
+        loader_shares: what workers read of the loaders that are read in parts.
     """
 
     def __init__(
@@ -85,11 +90,12 @@ class TrainingLoop:
                     f"the {type(optimizer).__name__} has parameters of no model that prepare() was given: give it all "
                     "models that are trained, and put a parameter of the script's own into one (nn.ParameterList([p]))"
                 )
-            self._take_over(optimizer)
+            take_over(optimizer, self)
         names = {id(parameter): name for name, parameter in Models(models).named_parameters()}
         self._names = {o: [names[id(p)] for p in _parameters_of(o)] for o in optimizers}
         planned = [ScriptUpdates(_parameters_of(o)) if o in self._by_hand else o for o in optimizers]
         self._trained = {o: frozenset(owners[id(p)] for p in _parameters_of(o)) for o in planned}
+        self.loader_shares, self._sites = list[LoaderShares](), BatchSites()
         self.runner = TapeRunner(world, models, self._trained, plan, batch_dim)
         self.recording = Recording(self, models, self.runner.written_lines)
         self._parameters = self.runner.parameters = PreparedParameters(
@@ -101,42 +107,10 @@ class TrainingLoop:
         """This worker among all workers."""
         return self.runner.world
 
-    def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the optimizer's ``step`` and ``zero_grad`` act on what this worker holds of the parameters.
-
-        One that cannot step without a closure evaluates the loss as often as it likes, and then writes the weights as
-        a script does by hand: its ``step`` stays what it is, and the plan has no part in it.
-        """
-        plain_step, plain_zero_grad = optimizer.step, optimizer.zero_grad
-
-        @functools.wraps(plain_step)
-        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            if self.runner.is_running:
-                return plain_step() if closure is None else plain_step(closure)
-            return self.step(optimizer, closure)
-
-        @functools.wraps(plain_zero_grad)
-        def zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-            with self.runner.running():
-                plain_zero_grad(set_to_none)
-                if set_to_none:
-                    self._clear_gradients(self._names[optimizer])
-
-        plain_state_dict, plain_load_state_dict = optimizer.state_dict, optimizer.load_state_dict
-
-        @functools.wraps(plain_state_dict)
-        def state_dict() -> dict[str, Any]:
-            return self.runner.call_with_whole_state(optimizer, plain_state_dict)
-
-        @functools.wraps(plain_load_state_dict)
-        def load_state_dict(state: dict[str, Any]) -> None:
-            self.runner.load_whole_state(optimizer, lambda: plain_load_state_dict(state))
-
-        # Methods, not functions: a scheduler made after this one wraps the function of the method that it finds.
-        optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
-        if optimizer not in self._by_hand:
-            optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-            optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict  # type: ignore
+    @property
+    def role(self) -> ScriptRole | None:
+        """This worker's role in the training under the plan; None before that."""
+        return None if self.runner.job is None else self.runner.role
 
     # ---- recording ---------------------------------------------------------------------------------------------------
 
@@ -165,10 +139,19 @@ class TrainingLoop:
 
     def record(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Record a function of deferred tensors; one whose result depends on their numbers is run instead."""
+        func, args = without_batch_size(func, args, kwargs)
+        if self.loader_shares and self._sites.must_compute(func, args, kwargs):
+            return self.compute(func, args, kwargs)
         if kwargs.get("out") is not None or kwargs.get("inplace") or writes_in_place(func.__name__):
             return self._write(func, args, kwargs)
         try:
             return self._record(func, args, kwargs)
+        except PolylaneError as error:
+            readers = find_readers(args, kwargs)
+            if not readers:
+                raise
+            read_whole(readers, str(error))
+            return self.compute(func, args, kwargs)
         except NeedsValues:
             if not is_differentiated(args, kwargs):
                 return self.compute(func, args, kwargs)
@@ -224,6 +207,17 @@ class TrainingLoop:
         )
         result.call.live[result.position] = weakref.ref(target)
         return target
+
+    def share_loaders(self, loaders: Sequence[DataLoader[Any]]) -> None:
+        """Have loaders read of each batch what this worker computes on, where there are several workers."""
+        if self.world.size > 1:
+            shared = (share_loader(loader, number, self) for number, loader in enumerate(loaders))
+            self.loader_shares += [shares for shares in shared if shares is not None]
+
+    def defer_batch(self, batch: LoadedBatch) -> list[Tensor]:
+        """Return deferred tensors of a loader's batch."""
+        with outside_inference():
+            return self.recording.defer_batch(batch)
 
     def refuse(self, reason: str) -> NoReturn:
         """Refuse what a script does with a deferred tensor, with its line."""
@@ -325,6 +319,10 @@ class TrainingLoop:
             self._clear_gradients([prefix + name for name, _ in module.named_parameters()])
             module.zero_grad()
 
+    def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clear the gradients of an optimizer's parameters."""
+        self._clear_gradients(self._names[optimizer])
+
     def _clear_gradients(self, names: Sequence[str]) -> None:
         if self.runner.job is not None:
             self.runner.role.clear_gradients(names)
@@ -371,6 +369,8 @@ class TrainingLoop:
     def release(self) -> None:
         """End the training: models and optimizers are whole on every worker, and nothing is recorded; collective."""
         runner = self.runner
+        for shares in self.loader_shares:
+            shares.read_whole("")
         for result in runner.live.list_unsettled():
             runner.value_of(result)
         if runner.job is not None:

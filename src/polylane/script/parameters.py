@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from polylane.output import say_at_once
-from polylane.runtime.guarded_tensors import Guard, guard_of, put_guard, remove_guard
+from polylane.runtime.guarded_tensors import Guard, GuardedParameter, guard_of, put_guard, remove_guard
 from polylane.runtime.parameters.guarded_views import ViewGuard, view_guarded, write_whole
 from polylane.runtime.stale_weights import track_guards
 from polylane.runtime.workers.world import World
@@ -126,9 +126,12 @@ class PreparedParameters:
         if self._is_guarding:
             return
         self._is_guarding = True
-        for guards in (self._guards, self._guarded_buffers):
-            for tensor, guard in guards.items():
-                put_guard(tensor, guard)
+        # Written out, as in unguard(): this is done several times in a step.
+        for parameter, guard in self._guards.items():
+            parameter._polylane_guard = guard  # type: ignore[attr-defined]
+            parameter.__class__ = GuardedParameter
+        for tensor, guard in self._guarded_buffers.items():
+            put_guard(tensor, guard)
         for index, (optimizer, number, parameters, _) in enumerate(self._groups):
             group = optimizer.param_groups[number]
             self._groups[index] = optimizer, number, parameters, group["params"]
@@ -139,11 +142,16 @@ class PreparedParameters:
         if not self._is_guarding:
             return
         self._is_guarding = False
-        for guards in (self._guards, self._guarded_buffers):
-            for tensor, guard in guards.items():
-                if guard.draft is not None:
-                    guard.finish_draft(tensor)
-                remove_guard(tensor)
+        for parameter, guard in self._guards.items():
+            if guard.draft is not None:
+                guard.finish_draft(parameter)
+            if type(parameter) is GuardedParameter:
+                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+                del parameter._polylane_guard  # type: ignore[attr-defined]
+        for tensor, guard in self._guarded_buffers.items():
+            if guard.draft is not None:
+                guard.finish_draft(tensor)
+            remove_guard(tensor)
         for optimizer, number, parameters, local in self._groups:
             group = optimizer.param_groups[number]
             if group["params"] is parameters:

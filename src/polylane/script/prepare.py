@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar, get_args
 
@@ -21,15 +21,16 @@ from polylane.runtime.guarded_tensors import guard_of
 from polylane.runtime.state.random_state import collect_generators, restore_generators
 from polylane.runtime.workers.world import World
 from polylane.script.deferred import record_functions
-from polylane.script.input_layout import BatchDim
+from polylane.script.loading.input_layout import BatchDim
+from polylane.script.loading.loader_shares import divides_batches
 from polylane.script.loop import TrainingLoop
 from polylane.script.model_results import ModelCall
 from polylane.script.prepared_model import PreparedModel
-from polylane.script.resuming.loader import follow_loader
+from polylane.script.resuming.loader import LoopObserver, follow_loader
+from polylane.script.resuming.shared_saves import share_saves
 from polylane.script.session import RANK_VARIABLE, current_session
-from polylane.script.shared_saves import share_saves
 from polylane.script.start import read_plan
-from polylane.script.training import LoopObserver, ScriptUpdates
+from polylane.script.training import ScriptUpdates
 from polylane.verify.audit import AuditMode
 
 T = TypeVar("T")
@@ -41,6 +42,7 @@ def prepare(
     plan: str | AnyPlan | None = None,
     batch_dim: BatchDim | None = None,
     audit: AuditMode | None = None,
+    whole_batches: bool = False,
 ) -> Any:
     """Prepare the models, optimizers, loaders and schedulers of a training loop, which stays as it is.
 
@@ -55,6 +57,7 @@ def prepare(
         audit: "auto" computes some steps a second time on one device, within 1% of the training's time, and raises an
             error where loss or gradients differ; "warn" warns of it, "stop" audits more often, "off" never. Default:
             that of ``polylane run --audit``, or "auto".
+        whole_batches: whether every worker reads whole batches, also where reading its own samples would do.
 
     Returns:
         The objects in the same order; a single one by itself.
@@ -66,7 +69,7 @@ def prepare(
     session.nudge_weights(models)
     if plan is None:
         session.hold(models=models)
-        return objects if len(objects) != 1 else objects[0]
+        return _in_order(objects, {})
     if audit not in (None, *get_args(AuditMode)):
         raise PolylaneError(f"audit={audit!r}: give one of {', '.join(get_args(AuditMode))}")
     optimizers = [value for value in objects if isinstance(value, torch.optim.Optimizer)]
@@ -77,9 +80,8 @@ def prepare(
     optimizers = optimizers or [ScriptUpdates([p for model in models for p in model.parameters() if p.requires_grad])]
     progress = session.progress if session.progress.is_active else None
     plain_models = [without_compiler(model) for model in models]
-    for plain_model in plain_models:
-        refuse_unusable_modules(plain_model)
-    _refuse_distributed_samplers([value for value in objects if isinstance(value, DataLoader)])
+    loaders = [value for value in objects if isinstance(value, DataLoader)]
+    _refuse_distributed(plain_models, loaders)
     loop = open_loop(plain_models, optimizers, plan, batch_dim, progress)
     loop.runner.audit_mode = audit or loop.runner.audit_mode
     prepared = {
@@ -87,12 +89,17 @@ def prepare(
         for number, (model, plain_model) in enumerate(zip(models, plain_models, strict=True))
     }
     session.hold(models=prepared.values())
+    if not whole_batches and divides_batches(plan):
+        loop.share_loaders(loaders)
     if progress is not None:
-        loaders = [value for value in objects if isinstance(value, DataLoader)]
         for number, loader in enumerate(loaders):
             follow_loader(loader, number, progress)
         known_ids = {id(value) for value in (*models, *optimizers, *loaders)}
         progress.watch(loop, loaders, [o for o in objects if id(o) not in known_ids and hasattr(o, "load_state_dict")])
+    return _in_order(objects, prepared)
+
+
+def _in_order(objects: Sequence[Any], prepared: Mapping[int, Any]) -> Any:
     result = tuple(prepared.get(id(value), value) for value in objects)
     return result if len(result) != 1 else result[0]
 
@@ -148,7 +155,9 @@ def _refuse_prepared(models: Sequence[nn.Module]) -> None:
             )
 
 
-def _refuse_distributed_samplers(loaders: Sequence[DataLoader[Any]]) -> None:
+def _refuse_distributed(models: Sequence[nn.Module], loaders: Sequence[DataLoader[Any]]) -> None:
+    for model in models:
+        refuse_unusable_modules(model)
     for loader in loaders:
         samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
         if any(isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 for sampler in samplers):

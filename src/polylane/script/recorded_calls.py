@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
 from polylane.graph.capture.leaves import in_training_modes
-from polylane.script.deferred import DeferredTensor, Recorder, Spec
+from polylane.script.deferred import DeferredTensor, Recorder, Spec, plain_tensors
+from polylane.script.loading.loaded_batch import LoadedBatch, LoaderReads
 from polylane.script.model_results import ModelCall
 
 
@@ -135,6 +136,8 @@ class RecordedCall:
         flags: for each module of the model that is called, whether it was training; None for a function.
         is_released: whether ``backward()`` has gone through the call, which cannot be differentiated again.
         memory: what views among its results share memory with, as of :attr:`Result.memory`; empty where there are none.
+        loaded: the batch of a loader that the results are; None for other calls.
+        readers: how the loaders are read from whose batches alone it computes; empty for calls of models, and behind.
     """
 
     recorder: Recorder
@@ -158,6 +161,13 @@ class RecordedCall:
     flags: tuple[bool, ...] | None = None
     replaced: weakref.ref[Tensor] | None = None
     memory: frozenset[tuple[int, int] | None] = frozenset()
+    loaded: LoadedBatch | None = None
+    readers: frozenset[LoaderReads] = frozenset()
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether it computes from batches of which each worker has read its samples, and may compute on these."""
+        return bool(self.readers) and not any(reader.reads_whole for reader in self.readers)
 
     def share_memory(self) -> None:
         """Record that there are views among the results."""
@@ -220,8 +230,28 @@ def in_recorded_modes(models: Sequence[nn.Module], calls: Sequence[RecordedCall]
                 f"{recorded[call.target.model].line}, in one step: call backward(), or ask for the value, between "
                 "train() and eval()"
             )
-    pairs = (zip(models[number].modules(), call.flags or (), strict=False) for number, call in recorded.items())
+    pairs = (zip(list_modules(models[number]), call.flags or (), strict=False) for number, call in recorded.items())
     return in_training_modes([pair for of_model in pairs for pair in of_model])
+
+
+def list_modules(model: nn.Module) -> list[nn.Module]:
+    """Return what ``model.modules()`` yields, in a tenth of the time: every call of a model asks for it."""
+    modules, stack = dict[nn.Module, None](), [model]
+    while stack:
+        module = stack.pop()
+        if module not in modules:
+            modules[module] = None
+            stack += [child for child in reversed(module._modules.values()) if child is not None]
+    return list(modules)
+
+
+def read_flags(model: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Return for each module whether it is training, and for each parameter whether it requires gradients."""
+    with plain_tensors():  # the script's parameters are guarded, and would answer one by one
+        modules = list_modules(model)
+        tables = [module._parameters.values() for module in modules]
+        trained = tuple(parameter.requires_grad for table in tables for parameter in table if parameter is not None)
+    return tuple([module.training for module in modules]), trained
 
 
 class LiveCalls:
@@ -273,7 +303,7 @@ class LiveCalls:
             while stack:
                 result = stack.pop()
                 is_model, number = result.call.target is not None, result.call.number
-                if result.call.is_parameter:
+                if result.call.is_parameter or result.call.readers:  # which can be computed again at any time
                     continue
                 if result == root:  # known by the run, without what it follows from
                     continue
@@ -310,22 +340,6 @@ def _depends_on(call: RecordedCall, ancestor: RecordedCall) -> bool:
             return True
         stack += [result.call for result in current.arguments if result.call.number >= ancestor.number]
     return False
-
-
-def find_model_results(result: Result) -> list[Result]:
-    """Return the results of models' calls that a result follows from, and whose values are not known."""
-    results, stack, numbers = list[Result](), [result], set[tuple[int, int]]()
-    while stack:
-        current = stack.pop()
-        key = current.call.number, current.position
-        if key in numbers or current.position in current.call.values or current.position in current.call.runs:
-            continue
-        numbers.add(key)
-        if current.call.target is None:
-            stack += current.call.arguments
-        elif not current.call.is_parameter:
-            results.append(current)
-    return results
 
 
 def is_replayable(call: RecordedCall) -> bool:

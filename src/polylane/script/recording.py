@@ -31,8 +31,9 @@ from polylane.script.deferred import (
     plain_tensors,
     unflatten_arguments,
 )
+from polylane.script.loading.loaded_batch import LoadedBatch, LoaderReads
 from polylane.script.model_results import VALUES_NEEDED, DrawWatch, ModelCall, ModelResults
-from polylane.script.recorded_calls import Modes, RecordedCall, Result, Use
+from polylane.script.recorded_calls import Modes, RecordedCall, Result, Use, read_flags
 
 
 class Recording:
@@ -54,6 +55,7 @@ class Recording:
         self._number, self._numbers = 0, NumbersBySite()
         self._watch = DrawWatch()
         self._model_results = ModelResults(models, self._mode, self._watch)
+        self._batches = dict[ArgumentForm, Tensor]()  # metadata of loaders' batches
 
     def record(
         self,
@@ -91,8 +93,7 @@ class Recording:
             leaves = list(self._numbers.as_inputs(func, leaves, spec, of_numbers, line, find))
         uses = [self._describe_argument(leaf, self._is_written.get(line, True)) for leaf in leaves]
         model = None if target is None else self._models[target.model]
-        flags = None if model is None else tuple(module.training for module in model.modules())
-        trained = None if model is None else tuple(parameter.requires_grad for parameter in model.parameters())
+        flags, trained = (None, None) if model is None else read_flags(model)
         form = func, target, spec, modes, (flags, trained), tuple(form_of(leaf) for leaf in leaves)
         entry = self._known.get(form)
         if entry is None:
@@ -104,17 +105,29 @@ class Recording:
         call.draws, call.flags = entry.draws, flags
         if entry.has_views:
             call.share_memory()
+        arguments = list(call.arguments)
+        if func is not None and all(argument.call.readers for argument in arguments):
+            call.readers = frozenset[LoaderReads]().union(*(argument.call.readers for argument in arguments))
         call.depth = 1 + max((r.call.depth for r in call.arguments if r.position not in r.call.values), default=0)
         self._number += 1
-        tensors = list(results)
-        with plain_tensors():
-            for position, metadata in enumerate(results):
-                if isinstance(metadata, Tensor):
-                    tensor = tensors[position] = DeferredTensor(metadata, call, position, entry.forms[position])
-                    call.live.append(weakref.ref(tensor))
-                else:
-                    call.live.append(None)
+        tensors = _defer_results(call, entry.forms)
         return tensors[0] if entry.spec.is_leaf() else tree_unflatten(tensors, entry.spec)
+
+    def defer_batch(self, batch: LoadedBatch) -> list[Any]:
+        """Return deferred tensors of the shapes of a loader's whole batch."""
+        forms = [
+            ArgumentForm(tuple(rows.shaped.shape), r.dtype, False, r.device) for rows in batch.rows for r in [rows.rows]
+        ]
+        for form in forms:
+            if form not in self._batches:
+                with plain_tensors(), self._mode:
+                    self._batches[form] = torch.empty(form.shape, dtype=form.dtype, device=form.device)
+        metadata, number = [self._batches[form] for form in forms], self._number
+        self._number += 1
+        spec, modes = flatten_arguments((), {})[1], Modes.current()
+        call = RecordedCall(self._recorder, number, None, None, (), spec, modes, -1, metadata, _find_line())
+        call.loaded, call.readers = batch, frozenset([batch.reads])
+        return _defer_results(call, forms)
 
     def forget_results(self) -> None:
         """Forget what calls return, as the models were cast or moved."""
@@ -231,6 +244,19 @@ class Recording:
             return tensor.metadata
         fake: Tensor = self._mode.from_tensor(tensor)
         return fake
+
+
+def _defer_results(call: RecordedCall, forms: Sequence[Any]) -> list[Any]:
+    """Return deferred tensors in place of a call's flat results; what is no tensor as it is."""
+    tensors = list(call.results)
+    with plain_tensors():
+        for position, metadata in enumerate(call.results):
+            if isinstance(metadata, Tensor):
+                tensor = tensors[position] = DeferredTensor(metadata, call, position, forms[position])
+                call.live.append(weakref.ref(tensor))
+            else:
+                call.live.append(None)
+    return tensors
 
 
 def _as_view(result: Any, arguments: Sequence[Any]) -> Any:

@@ -34,6 +34,7 @@ from polylane.runtime.step_result import StepState
 from polylane.runtime.training_role import TrainingRole
 from polylane.samples.derivation import Derivation, derive_composition
 from polylane.samples.leaf_effects import effects_by_module
+from polylane.script.loading.batch_rows import BatchRows
 
 
 class ScriptRole(TrainingRole):
@@ -42,6 +43,7 @@ class ScriptRole(TrainingRole):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._derivations = dict[int, Derivation]()  # by the id of a graph, which is one of self.partitions
+        self.rows = BatchRows(self.shares, self.world, self._transport, self._prepared)
         self._with_gradient = set[str]()  # canonical names of the parameters that have one, on any worker
         self._stale_weights.let_script_read()
         self._binder.keeps_state = True  # in an evaluation, as where a script calls its model
@@ -54,7 +56,7 @@ class ScriptRole(TrainingRole):
         Raises:
             PolylaneError: the plan cannot run this form.
         """
-        local_batch = _take_tape(batch).to_device(self._cache.sampled, self.world.device)
+        local_batch = take_tape(batch).to_device(self._cache.sampled, self.world.device)
         with (
             torch.set_grad_enabled(training),
             self.world.progress.during(Phase.COMPILING),
@@ -85,7 +87,7 @@ class ScriptRole(TrainingRole):
         """
         update = self._updates[name]
         old_gradients = {parameter: parameter.grad for parameter in update.parameters}
-        result, state, bound = self._run_step(_take_tape(batch), name, None, self._complete_gradients)
+        result, state, bound = self._run_step(take_tape(batch), name, None, self._complete_gradients)
         gradients = {parameter: parameter.grad for parameter in update.parameters}
         for parameter, gradient in old_gradients.items():
             parameter.grad = gradient
@@ -97,7 +99,7 @@ class ScriptRole(TrainingRole):
     @allow_own_calls()
     def compute_outputs(self, batch: Any, name: str) -> StepOutputs:
         """Run a forward pass without gradients, and return what it returns besides the loss; collective."""
-        state, bound, _ = self._evaluate(_take_tape(batch), name)
+        state, bound, _ = self._evaluate(take_tape(batch), name)
         if bound.buffers:
             self._local_model.buffers.mark_updated(bound.buffers)
         return self._outputs_of(bound, state)
@@ -316,8 +318,10 @@ class ScriptRole(TrainingRole):
                 self.set_gradient(name, None)
 
 
-def _take_tape(batch: Any) -> Batch:
+def take_tape(batch: Any) -> Batch:
     """Return a tape's batch, of which its own lengths say what is divided, whatever the first tape's was."""
+    if isinstance(batch, Batch):
+        return batch
     leaves, _ = flatten(batch)
     return Batch(sample_count(leaves), leaves, split=sampled_leaves(leaves), form=BatchForm.of_batch(batch))
 

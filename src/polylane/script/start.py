@@ -23,7 +23,7 @@ from polylane.probe.machine import available_memory
 from polylane.runtime.workers.launch_environment import is_launched
 from polylane.runtime.workers.world import World
 from polylane.schedule.schedules import ASYNCHRONOUS
-from polylane.script.input_layout import UNDIVIDED, BatchDim, TapeLayout, try_layouts
+from polylane.script.loading.input_layout import UNDIVIDED, BatchDim, TapeLayout, try_layouts
 from polylane.script.role import ScriptJob
 from polylane.script.tape import Tape, replay_tape
 from polylane.verify.audit import AuditMode
@@ -84,6 +84,7 @@ def start_script(
         audit: whether some steps are computed a second time, and what follows from a difference.
 
     Raises:
+        NotDivided: what the script computes before it calls a model may be why batches are not divided.
         PolylaneError: the plan updates weights at other times than the script does, or does not fit.
     """
     optimizer: Any = optimizers[0] if len(optimizers) == 1 else list(optimizers)
@@ -95,24 +96,20 @@ def start_script(
         def compile_layout(layout: TapeLayout, must_divide: bool = False) -> CompiledTraining:
             # Of a batch that is one sample every part computes that one.
             rows = planned_parts if layout == UNDIVIDED else None
+            example, device = tape.make_batch(layout, inputs), world.accelerator
             problem = TrainingProblem(
-                models,
-                of_tape,
-                tape.make_batch(layout, inputs),
-                rows,
-                device=world.accelerator,
-                keeps_whole_numbers=True,
-                must_divide=must_divide,
+                models, of_tape, example, rows, device=device, keeps_whole_numbers=True, must_divide=must_divide
             )
             return compile_for(world, problem, resolve_plan(world, problem, fixed), alone=True)
 
-        layouts = tape.propose_layouts(inputs, batch_dim)
-        attempts = [(layout, partial(compile_layout, layout, len(layouts) > 1)) for layout in layouts]
+        layouts, reads_batches = tape.propose_layouts(inputs, batch_dim), tape.reads_batches
+        of_layout = partial(compile_layout, must_divide=len(layouts) > 1 or reads_batches)
+        attempts = [(layout, partial(of_layout, layout)) for layout in layouts]
         # Where the samples meet in the loss itself, replicas split the operators of a batch instead.
         plain = [layout for layout in layouts if layout.is_plain]
-        if len(layouts) > 1 or not plain:
-            attempts += [(layout, partial(compile_layout, layout)) for layout in (*plain, UNDIVIDED)]
-        layout, compiled = try_layouts(attempts, planned_parts > 1, tape.line)
+        undivided = (*plain, UNDIVIDED) if not reads_batches and (len(layouts) > 1 or not plain) else ()
+        attempts += [(layout, partial(compile_layout, layout)) for layout in undivided]
+        layout, compiled = try_layouts(attempts, planned_parts > 1, tape.line, reads_batches)
         _refuse_other_updates(compiled.plan)
         tolerance, note = read_rounding(compiled, world.device).tolerance, _why_no_audit(world, models)
         job = start_job(ScriptJob, world, compiled, "off", example=tape.make_batch(layout, inputs))

@@ -21,7 +21,8 @@ from polylane.errors import PolylaneError
 from polylane.graph.argument_trees import flatten_tree
 from polylane.graph.capture.export import LossWithOutputs
 from polylane.script.deferred import Spec, flatten_arguments, unflatten_arguments
-from polylane.script.input_layout import BatchDim, TapeLayout, propose_layouts
+from polylane.script.loading.input_layout import BatchDim, TapeLayout, propose_layouts
+from polylane.script.loading.loaded_batch import LoadedRows, TapeInput
 from polylane.script.model_results import ModelCall
 from polylane.script.recorded_calls import Modes, RecordedCall, Result, Use
 
@@ -100,6 +101,8 @@ class Tape:
         input_count: number of tensors that the script gives.
         trained: models through whose calls the loss's gradient flows.
         line: file and line of the script's last call.
+        reads_batches: whether it computes from a loader's batches before a model is called.
+        loaded: positions of the inputs that were tensors of loaders' batches.
     """
 
     number: int
@@ -109,10 +112,15 @@ class Tape:
     input_count: int
     trained: frozenset[int] = frozenset()
     line: str = ""
+    reads_batches: bool = False
+    loaded: frozenset[int] = frozenset()
 
     def make_batch(self, layout: TapeLayout, inputs: Sequence[Tensor]) -> Any:
         """Return a batch of the inputs, whose samples are along dimension 0 of what is divided."""
-        leaves = layout.arrange(inputs)
+        return self.type_batch(layout, layout.arrange(inputs))
+
+    def type_batch(self, layout: TapeLayout, leaves: Sequence[Tensor]) -> Any:
+        """Return the leaves of a batch, arranged by a layout, as one of this tape."""
         if layout not in self._batch_types:
             # A named tuple, whose name makes the batches of this tape and layout a form of their own.
             name = f"Tape{self.number}" + (f"Layout{len(self._batch_types)}" if self._batch_types else "")
@@ -129,7 +137,7 @@ class Tape:
             batch_dim: what the script says of where its tensors have the samples; None: nothing.
         """
         is_graph = any(step.func in (make_sparse_coo, make_sparse_csr) for step in self.steps)
-        return [] if is_graph and batch_dim is None else propose_layouts(inputs, batch_dim)
+        return [] if is_graph and batch_dim is None else propose_layouts(inputs, batch_dim, self.loaded)
 
     @cached_property
     def _batch_types(self) -> dict[TapeLayout, Any]:
@@ -160,10 +168,17 @@ class Tape:
             return Input(leaf.position + self.input_count) if isinstance(leaf, Input) else leaf
 
         steps = tuple(replace(step, leaves=tuple(move(leaf) for leaf in step.leaves)) for step in tape.steps)
-        roots = *self.roots, *(move(root) for root in tape.roots)
-        trained = self.trained | tape.trained
-        inputs = self.input_count + tape.input_count
-        return Tape(number, (*self.steps, *steps), roots, (), inputs, trained, self.line)
+        return replace(
+            self,
+            number=number,
+            steps=(*self.steps, *steps),
+            roots=(*self.roots, *(move(root) for root in tape.roots)),
+            outputs=(),
+            input_count=self.input_count + tape.input_count,
+            trained=self.trained | tape.trained,
+            reads_batches=self.reads_batches or tape.reads_batches,
+            loaded=self.loaded | {i + self.input_count for i in tape.loaded},
+        )
 
 
 def _count_dims(value: Any) -> int | None:
@@ -241,8 +256,8 @@ class TapeBook:
 
     def find(
         self, calls: Sequence[RecordedCall], root: Result | None, outputs: Sequence[Result]
-    ) -> tuple[Tape, list[Tensor]]:
-        """Return the tape of some calls, and the tensors that it takes.
+    ) -> tuple[Tape, list[TapeInput]]:
+        """Return the tape of some calls, and what it takes.
 
         Args:
             calls: all calls that root and outputs depend on and that are to be made, in order.
@@ -250,18 +265,20 @@ class TapeBook:
             outputs: further results that are wanted.
         """
         positions = dict[int, int]()
-        inputs, input_at, steps, keys = list[Tensor](), dict[int, Any](), list[TapeStep](), list[Any]()
+        inputs, input_at, steps, keys = list[TapeInput](), dict[int, Any](), list[TapeStep](), list[Any]()
 
         def place(leaf: Any) -> Any:
             if isinstance(leaf, Result) and leaf.call.number in positions:
                 return Place(positions[leaf.call.number], leaf.position)
             if isinstance(leaf, Result):
+                if leaf.call.loaded is not None:
+                    return place_tensor(leaf.call.loaded.rows[leaf.position])
                 leaf = Use(leaf.call.values[leaf.position], 0)
             return place_tensor(leaf.tensor) if isinstance(leaf, Use) else leaf
 
-        def place_tensor(tensor: Tensor) -> Any:
+        def place_tensor(tensor: TapeInput) -> Any:
             if id(tensor) not in input_at:
-                if tensor.layout is torch.strided:
+                if isinstance(tensor, LoadedRows) or tensor.layout is torch.strided:
                     input_at[id(tensor)] = Input(len(inputs))
                     inputs.append(tensor)
                 else:
@@ -286,7 +303,9 @@ class TapeBook:
         if key not in self.tapes:
             trained = find_trained(root) if root is not None else ()
             line = calls[-1].line if calls else ""
-            tape = Tape(len(self.tapes), tuple(steps), roots, places, len(inputs), frozenset(trained), line)
+            loaded = frozenset(i for i, value in enumerate(inputs) if isinstance(value, LoadedRows))
+            reads, number, count = any(call.readers for call in calls), len(self.tapes), len(inputs)
+            tape = Tape(number, tuple(steps), roots, places, count, frozenset(trained), line, reads, loaded)
             self.tapes[key] = tape
         return self.tapes[key], inputs
 

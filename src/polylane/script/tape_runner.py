@@ -8,7 +8,7 @@ after a run            a result of the run, or computed from its results
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -26,14 +26,15 @@ from polylane.runtime.stale_weights import allow_own_calls
 from polylane.runtime.step_result import StepResult
 from polylane.runtime.workers.world import World
 from polylane.script.deferred import plain_tensors, unflatten_arguments
-from polylane.script.input_layout import BatchDim
+from polylane.script.loading.input_layout import BatchDim
+from polylane.script.loading.loaded_batch import NotDivided, TapeInput, gather_inputs, read_whole
+from polylane.script.needed_calls import collect_calls, find_model_results
 from polylane.script.parameters import PreparedParameters
 from polylane.script.recorded_calls import (
     LiveCalls,
     RecordedCall,
     Result,
     Use,
-    find_model_results,
     in_recorded_modes,
     is_replayable,
     outside_inference,
@@ -123,6 +124,8 @@ class TapeRunner:
     def value_of(self, result: Result) -> Tensor:
         """Return the value of a result, whole on every worker; runs what is needed for it."""
         call, index = result
+        if call.loaded is not None:
+            return call.loaded.rows[index].whole
         if index not in call.values:
             if index not in call.runs and not is_replayable(call):
                 self._run_for(result)
@@ -136,10 +139,12 @@ class TapeRunner:
     def _read(self, result: Result) -> Tensor:
         """Return a value that a run has computed; collective, but for the loss of a run."""
         run, position = result.call.runs[result.position]
+        if position is None:
+            with outside_inference():
+                loss: Tensor = run.loss(result.metadata.dtype)
+            return loss
         with self.running():
-            value: Tensor = (
-                run.loss(result.metadata.dtype) if position is None else self._gather(run, position, result.metadata)
-            )
+            value: Tensor = self._gather(run, position, result.metadata)
         return value
 
     def _replay(self, call: RecordedCall) -> list[Any]:
@@ -159,6 +164,7 @@ class TapeRunner:
                 self.value_of(result)
             call.forget_arguments()
             call.depth = 0
+            read_whole(call.readers, f"{call.line} computes much from them before a model is called")
 
     def read_parameter(self, call: RecordedCall) -> Tensor:
         """Return the value of a parameter that a call takes, whole; collective where workers hold parts."""
@@ -183,65 +189,26 @@ class TapeRunner:
 
     # ---- runs --------------------------------------------------------------------------------------------------------
 
-    def _collect(self, roots: Iterable[Result], is_forward: bool = False) -> list[RecordedCall]:
-        """Return the calls that results depend on and whose values are not known, in order.
-
-        Args:
-            roots: the results that are wanted.
-            is_forward: whether nothing is differentiated, so that any known value will do.
-        """
-        needed, stack = dict[int, RecordedCall](), [root.call for root in roots]
-        while stack:
-            call = stack.pop()
-            if call.number in needed:
-                continue
-            if call.is_released:
-                raise RuntimeError(
-                    f"backward() has gone through {call.line} before: pass retain_graph=True to the first call of it"
-                )
-            if call.draws and call.has_run:
-                raise PolylaneError(
-                    f"{call.line} draws random numbers (a dropout), and would draw others now that its result is used "
-                    "in a second step of the plan: call backward() once for the sum of the losses, and ask for values "
-                    "behind it"
-                )
-            needed[call.number] = call
-            for leaf in call.leaves:
-                if isinstance(leaf, Result) and not self._becomes_input(leaf, is_forward):
-                    stack.append(leaf.call)
-                elif isinstance(leaf, Use) and leaf.is_written:
-                    self.written_lines[call.line] = True
-                    if leaf.original is not None:
-                        continue
-                    raise PolylaneError(
-                        f"a tensor of shape {tuple(leaf.tensor.shape)} was written in place after it was used "
-                        f"({call.line}) and before the step was computed: write into a copy"
-                    )
-        return [needed[number] for number in sorted(needed)]
-
-    def _becomes_input(self, leaf: Result, is_forward: bool) -> bool:
-        """Return whether a result is an input of a tape by its value: it has no gradient, and was computed before."""
-        if leaf.metadata.requires_grad and not is_forward:
-            return False
-        if leaf.position not in leaf.call.values and (leaf.position in leaf.call.runs or is_replayable(leaf.call)):
-            self.value_of(leaf)
-        return leaf.position in leaf.call.values
-
     @collective("loss.item")
     def run_loss(self, root: Result) -> TapeRun:
         """Run the forward and backward passes of a loss; the gradients wait for ``backward()``."""
-        calls = self._collect([root])
+        calls = collect_calls([root], self.value_of, self.written_lines)
         self._refuse_stepped(calls)
         outputs = self.live.choose_outputs(calls, root)
         tape, inputs = self.tapes.find(calls, root, outputs)
-        with self.running(), in_recorded_modes(list(self.models.children()), calls):
-            training = self._training_for(tape, inputs)
-            if training is self._plain and self._resumed is not None and any(call.draws for call in calls):
-                raise PolylaneError(
-                    f"{tape.line}: a resumed script cannot draw the random numbers (a dropout) that its unbroken run "
-                    "had, in a step before all its optimizers have stepped: begin it anew, or leave the dropout out"
-                )
-            run = training.compute(tape, inputs)
+        try:
+            with self.running(), in_recorded_modes(list(self.models.children()), calls):
+                training = self._training_for(tape, inputs)
+                if training is self._plain and self._resumed is not None and any(call.draws for call in calls):
+                    raise PolylaneError(
+                        f"{tape.line}: a resumed script cannot draw the random numbers (a dropout) that its unbroken "
+                        "run had, in a step before all its optimizers have stepped: begin it anew, or leave the "
+                        "dropout out"
+                    )
+                run = training.compute(tape, inputs)
+        except NotDivided as error:
+            read_whole({reader for call in calls for reader in call.readers}, error.reason)
+            return self.run_loss(root)
         root.call.runs[root.position] = run, None
         self._record_run(run, calls, outputs)
         return run
@@ -249,16 +216,22 @@ class TapeRunner:
     @collective("model")
     def run_forward(self, results: Sequence[Result]) -> None:
         """Run a tape without a backward pass."""
-        calls, outputs = self._collect(results, is_forward=True), list(dict.fromkeys(results))
+        calls = collect_calls(results, self.value_of, self.written_lines, is_forward=True)
+        outputs = list(dict.fromkeys(results))
         if not any(result.metadata.is_floating_point() for result in outputs):
             # What serves as the loss of the program.
             of_models = (Result(c, i) for c in calls if c.target is not None for i in range(len(c.results)))
             outputs += [r for r in of_models if isinstance(r.metadata, Tensor) and r.metadata.is_floating_point()]
         self._refuse_stepped(calls)
         tape, inputs = self.tapes.find(calls, None, outputs)
-        with self.running(), in_recorded_modes(list(self.models.children()), calls):
-            run = self._training.evaluate(tape, inputs)
-        self._record_run(run, calls, outputs)
+        try:
+            with self.running(), in_recorded_modes(list(self.models.children()), calls):
+                run = self._training.evaluate(tape, inputs)
+        except NotDivided as error:
+            read_whole({reader for call in calls for reader in call.readers}, error.reason)
+            self.run_forward(results)
+        else:
+            self._record_run(run, calls, outputs)
 
     def _record_run(self, run: TapeRun, calls: Sequence[RecordedCall], outputs: Sequence[Result]) -> None:
         # Each result has the memory of its own: a list of losses must not keep all else that their steps computed.
@@ -300,7 +273,7 @@ class TapeRunner:
         finally:
             self.is_running = False
 
-    def _training_for(self, tape: Tape, inputs: Sequence[Tensor]) -> Training:
+    def _training_for(self, tape: Tape, inputs: Sequence[TapeInput]) -> Training:
         """Return what runs a loss's tape; the plan's programs are compiled once all that is trained was seen."""
         if self.job is None:
             untrained = [optimizer for optimizer, models in self._optimizers.items() if not models <= tape.trained]
@@ -312,20 +285,25 @@ class TapeRunner:
                 self._start(tape, inputs)
         return self._training
 
-    def _start(self, tape: Tape, inputs: Sequence[Tensor]) -> None:
+    def _start(self, tape: Tape, inputs: Sequence[TapeInput]) -> None:
         """Compile the plan's programs, and give each worker its part of what whole models have had so far."""
         parameter_names = {id(parameter): name for name, parameter in self.models.named_parameters()}
         self._orders = {optimizer: ParameterOrder.of(optimizer, parameter_names) for optimizer in self._optimizers}
         trained = frozenset[int]().union(*self._optimizers.values())
-        tapes, examples = self._plain.choose_examples(tape, inputs, trained)
+        tapes, examples = self._plain.choose_examples(tape, gather_inputs(inputs), trained)
         joined = self.tapes.join(tapes)
         gradients = {n: p.grad for n, p in self.models.named_parameters() if p.grad is not None}
         self.models.zero_grad()
         optimizers = list(self._optimizers)
-        with generators_kept():
-            self.job, layout, self.audit = start_script(
-                self.world, self.models, optimizers, joined, examples, self._plan, self._batch_dim, self.audit_mode
-            )
+        try:
+            with generators_kept():
+                self.job, layout, self.audit = start_script(
+                    self.world, self.models, optimizers, joined, examples, self._plan, self._batch_dim, self.audit_mode
+                )
+        except NotDivided:  # another tape is tried
+            for name, parameter in self.models.named_parameters():
+                parameter.grad = gradients.get(name)
+            raise
         role = self.role
         if self._resumed is not None:
             role.continue_whole(self._resumed.plain)

@@ -19,19 +19,21 @@ from torch import Tensor, nn
 
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import CallsDiffer, PolylaneError
-from polylane.graph.batch import flatten, sample_count
 from polylane.graph.capture.export import LossWithOutputs, snapshot_model
 from polylane.graph.python_state.random_generators import generator_states, generators_kept, states_equal
+from polylane.graph.readings.batch_readings import ask_batches
 from polylane.graph.rounding_noise import nudge_values
 from polylane.runtime.pipeline.step_outputs import ComputedStep, StepOutputs
 from polylane.runtime.stale_weights import allow_own_calls
 from polylane.runtime.step_result import StepResult
 from polylane.samples.split_dependence import depends_on_split
-from polylane.script.input_layout import UNDIVIDED, BatchDim, InputLayout, TapeLayout, try_layouts
+from polylane.script.loading.input_layout import UNDIVIDED, BatchDim, InputLayout, TapeLayout, try_layouts
+from polylane.script.loading.loaded_batch import LoadedRows, TapeInput, gather_inputs, shape_of
 from polylane.script.model_results import ModelCall
-from polylane.script.role import ScriptJob, ScriptRole
+from polylane.script.role import ScriptJob, ScriptRole, take_tape
 from polylane.script.tape import Tape, replay_tape
 from polylane.verify.audit.passes_audit import PassesAudit
+from polylane.verify.audit.step_replay import choose_tolerance, list_dtypes
 from polylane.verify.keyed_draws import KeyedDraws, list_draws
 from polylane.verify.rounding_floor import MeasuredPass
 
@@ -84,10 +86,10 @@ class ScriptUpdates(torch.optim.SGD):
 class Training(Protocol):
     """What runs tapes."""
 
-    def compute(self, tape: Tape, inputs: Sequence[Tensor]) -> TapeRun:
+    def compute(self, tape: Tape, inputs: Sequence[TapeInput]) -> TapeRun:
         """Run forward and backward passes; the gradients wait for :meth:`TapeRun.accumulate`."""
 
-    def evaluate(self, tape: Tape, inputs: Sequence[Tensor]) -> TapeRun:
+    def evaluate(self, tape: Tape, inputs: Sequence[TapeInput]) -> TapeRun:
         """Run a forward pass without gradients."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -102,19 +104,6 @@ class StepRecorder(Protocol):
 
     def add_step(self, results: Sequence[StepResult], optimizer: torch.optim.Optimizer) -> None:
         """Take a step of an optimizer: the results of the ``backward()`` calls whose gradients it used."""
-
-
-class LoopObserver(Protocol):
-    """What follows a loop, to save it between two steps: see :mod:`polylane.script.resuming.progress`."""
-
-    def note_backward(self) -> None:
-        """Note that parameters have gradients that wait for a step."""
-
-    def note_step(self) -> None:
-        """Note a step."""
-
-    def finish(self) -> None:
-        """End what is under way; collective."""
 
 
 # ---- on whole models -------------------------------------------------------------------------------------------------
@@ -170,7 +159,8 @@ class PlainTraining:
     examples: dict[int, tuple[Tape, Sequence[Tensor]]] = field(default_factory=dict)
     stepped: set[int] = field(default_factory=set)
 
-    def compute(self, tape: Tape, inputs: Sequence[Tensor]) -> PlainRun:
+    def compute(self, tape: Tape, inputs: Sequence[TapeInput]) -> PlainRun:
+        inputs = gather_inputs(inputs)
         self.examples[tape.number] = tape, inputs
         parameters = [p for model in self.models for p in model.parameters() if p.requires_grad]
         with torch.enable_grad():
@@ -198,9 +188,9 @@ class PlainTraining:
                 missing -= earlier_tape.trained
         return tapes, examples
 
-    def evaluate(self, tape: Tape, inputs: Sequence[Tensor]) -> TapeRun:
+    def evaluate(self, tape: Tape, inputs: Sequence[TapeInput]) -> TapeRun:
         with torch.no_grad():
-            return PlainRun.of_replay(tape.replay(self.models, inputs))
+            return PlainRun.of_replay(tape.replay(self.models, gather_inputs(inputs)))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         self.stepped.add(id(optimizer))
@@ -257,6 +247,7 @@ class PlannedTraining:
         audit: compares some steps with the tape's replay on whole weights.
         refused: layouts that were not proven, by number of a tape.
         uncut: what is called of models in tapes that the plan cannot evaluate, with the reason.
+        asking: numbers of tapes whose way depends on the values of whole batches.
     """
 
     role: ScriptRole
@@ -266,10 +257,11 @@ class PlannedTraining:
     audit: PassesAudit
     refused: dict[int, set[TapeLayout]] = field(default_factory=dict)
     uncut: dict[tuple[ModelCall, ...], PolylaneError] = field(default_factory=dict)
+    asking: set[int] = field(default_factory=set)
 
-    def compute(self, tape: Tape, inputs: Sequence[Tensor]) -> TapeRun:
+    def compute(self, tape: Tape, inputs: Sequence[TapeInput]) -> TapeRun:
         batch = self._make_batch(tape, inputs, True)
-        computed = self._compute_audited(tape, inputs, batch) if self.audit.is_due() else None
+        computed = self._compute_audited(tape, gather_inputs(inputs), batch) if self.audit.is_due() else None
         computed = computed or self.role.compute(batch, OBJECTIVE)
         return PlannedRun(self.role, computed.outputs, replace(computed, outputs=computed.outputs.select(None)))
 
@@ -277,11 +269,12 @@ class PlannedTraining:
         """Run the passes of a step, and compare them with the tape's replay; None where that cannot be replayed."""
         role, bound = self.role, self.role.compile_form(batch, OBJECTIVE, True)
         code = bound.partition.graph.code
+        self.audit.tolerance = max(self.audit.tolerance, choose_tolerance(list_dtypes(bound.partition.graph)))
         draws = list_draws(code) if code.random else []
         if draws is None or (bound.passes > 1 and depends_on_split(code)):
             self.audit.note = "its random numbers, or statistics, are those of the plan's parts of a batch"
             return None
-        part = role.sample_slice(sample_count(flatten(batch)[0]))
+        part = role.sample_slice(take_tape(batch).samples)
         dtype = torch.bfloat16 if role.plan.precision == "bfloat16" else None
         casts = nullcontext() if dtype is None else torch.autocast(role.world.device.type, dtype)
 
@@ -308,7 +301,7 @@ class PlannedTraining:
             self.audit.compare(measured, computed.result.loss, gradients, role.gradient_part, replay)
         return computed
 
-    def evaluate(self, tape: Tape, inputs: Sequence[Tensor]) -> TapeRun:
+    def evaluate(self, tape: Tape, inputs: Sequence[TapeInput]) -> TapeRun:
         called = tuple(step.target for step in tape.steps if step.target is not None)
         with torch.no_grad(), self.forward_mode():
             if called in self.uncut:
@@ -330,7 +323,7 @@ class PlannedTraining:
                 )
                 return run
 
-    def _evaluate_whole(self, tape: Tape, inputs: Sequence[Tensor], error: PolylaneError) -> TapeRun:
+    def _evaluate_whole(self, tape: Tape, inputs: Sequence[TapeInput], error: PolylaneError) -> TapeRun:
         """Run a forward pass on every worker, of whole models; collective.
 
         Args:
@@ -338,32 +331,50 @@ class PlannedTraining:
             inputs: what the script gives to it.
             error: why, which is raised where it draws random numbers: those of one worker are others.
         """
+        whole_inputs = gather_inputs(inputs)
         with generators_kept(), self.role.gathered_model() as models:
             old_states = generator_states()
-            run = PlainRun.of_replay(tape.replay(list(models.children()), inputs))
+            run = PlainRun.of_replay(tape.replay(list(models.children()), whole_inputs))
             if not states_equal(old_states, generator_states()):
                 raise error
         return run
 
-    def _make_batch(self, tape: Tape, inputs: Sequence[Tensor], training: bool) -> Any:
-        layouts = self.layouts.setdefault(tape.number, [])
-        layout = next((layout for layout in layouts if layout.fits(inputs)), None)
-        return tape.make_batch(layout or self._find_layout(tape, inputs, training), inputs)
+    def _make_batch(self, tape: Tape, inputs: Sequence[TapeInput], training: bool) -> Any:
+        """Return the batch of a tape: the samples that this worker has read, or all; may be collective."""
+        layouts, shapes = self.layouts.setdefault(tape.number, []), shape_of(inputs)
+        layout = next((layout for layout in layouts if layout.fits(shapes)), None)
+        if layout is None:
+            layout = self._find_layout(tape, gather_inputs(inputs), training)
+        rows = [value for value in inputs if isinstance(value, LoadedRows) and not value.batch.is_whole]
+        if not rows:
+            return tape.make_batch(layout, gather_inputs(inputs))
+        positions = self.role.rows.find_positions(rows[0].batch.samples)
+        if positions is not None and tape.number not in self.asking:
+            leaves, split = layout.arrange_rows(inputs, positions)
+            if leaves:
+                return self.role.rows.take(tape.type_batch(layout, leaves), split, [value.batch for value in rows])
+        for value in rows:
+            value.batch.reads.read_whole(f"{tape.line} needs all samples of a batch on every worker")
+        return tape.make_batch(layout, gather_inputs(inputs))
 
     def _find_layout(self, tape: Tape, inputs: Sequence[Tensor], training: bool) -> TapeLayout:
         """Return the first layout for which the tape can be compiled; collective."""
 
         def compile_layout(layout: TapeLayout) -> None:
-            self.role.compile_form(tape.make_batch(layout, inputs), OBJECTIVE, training)
+            bound = self.role.compile_form(tape.make_batch(layout, inputs), OBJECTIVE, training)
+            if ask_batches(bound.partition.graph.code.readings):
+                self.asking.add(tape.number)
 
         plan, refused = self.role.plan, self.refused.setdefault(tape.number, set())
         proposed = [layout for layout in tape.propose_layouts(inputs, self.batch_dim) if layout not in refused]
         proposed.sort(key=self._count_alike, reverse=True)
         if not proposed and UNDIVIDED in self.layouts[tape.number]:
             return UNDIVIDED
-        attempts = [(layout, partial(compile_layout, layout)) for layout in (*proposed, UNDIVIDED)]
+        layouts = proposed if tape.reads_batches else [*proposed, UNDIVIDED]
+        attempts = [(layout, partial(compile_layout, layout)) for layout in layouts]
         has_samples = any(tensor.dim() and len(tensor) > 1 for tensor in inputs)
-        layout, _ = try_layouts(attempts, has_samples and max(plan.data, plan.microbatches) > 1, tape.line)
+        divides = has_samples and max(plan.data, plan.microbatches) > 1
+        layout, _ = try_layouts(attempts, divides, tape.line, tape.reads_batches)
         refused.update(proposed if layout == UNDIVIDED else proposed[: proposed.index(layout)])
         self.layouts[tape.number].append(layout)
         return layout

@@ -231,14 +231,14 @@ def in_training_modes(training: Sequence[tuple[nn.Module, bool]]) -> Iterator[No
     Args:
         training: the modules, with whether each is training inside.
     """
-    changed = [(module, module.training) for module, flag in training if module.training != flag]
-    for module, flag in training:
+    changed = [(module, flag) for module, flag in training if module.training != flag]
+    for module, flag in changed:
         module.training = flag
     try:
         yield
     finally:
         for module, flag in changed:
-            module.training = flag
+            module.training = not flag
 
 
 @dataclass

@@ -43,7 +43,9 @@ class OwnHook:
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Return whether the user has registered a hook on a tensor's gradient."""
-    return any(map(_users_hooks, (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)))
+    hooks, later_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    # Every parameter is asked several times in a step, and nearly none has any.
+    return bool(hooks and _users_hooks(hooks)) or bool(later_hooks and _users_hooks(later_hooks))
 
 
 def _users_hooks(hooks: Mapping[Any, Any] | None) -> dict[Any, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from polylane.compile.sample_shares import Batch, BatchForm, SampleShare, share_offsets
+from polylane.compile.sample_shares import Batch, BatchForm, SampleShare, list_positions, share_offsets
 from polylane.errors import PolylaneError, format_plural
 from polylane.graph.batch import flatten, sample_count
 from polylane.runtime.data.read_trial import ReadTrials
@@ -198,11 +198,6 @@ def _no_batches_error(samples: int, size: int) -> PolylaneError:
     )
 
 
-def _positions(shares: Sequence[SampleShare]) -> list[int]:
-    """Return the positions in the whole batch of the samples of some shares, in order."""
-    return [i for share in shares for i in range(share.start, share.stop)]
-
-
 def _find_shares(
     trials: ReadTrials,
     dataset: Any,
@@ -219,7 +214,7 @@ def _find_shares(
     Raises:
         PolylaneError: the training resumes from a checkpoint, with a dataset that keeps state.
     """
-    positions = _positions(shares(len(batch)))
+    positions = list_positions(shares(len(batch)))
     if not resumed and positions == list(range(len(batch))):
         return shares
     reads = trials.find(dataset, SeededDataset(dataset, *draws).__getitems__, batch, positions, collate)
@@ -239,7 +234,7 @@ def _find_own(batches: Sequence[list[int]], shares: Shares, start: int | None) -
         shares: maps the size of a batch to the samples that this worker computes on.
         start: number of the first of these batches among all of the training, from 0; None: nothing is compared.
     """
-    parts = [[batch[i] for i in _positions(shares(len(batch)))] for batch in batches]
+    parts = [[batch[i] for i in list_positions(shares(len(batch)))] for batch in batches]
     if start is None:
         return parts
     numbers = range(start, start + len(batches))
@@ -326,7 +321,7 @@ def _load_streamed(
             break
         is_empty = False
         local_shares = shares(len(samples))
-        positions = _positions(local_shares)
+        positions = list_positions(local_shares)
         try:
             local = collate_own([samples[i] for i in positions])
         except PolylaneError:

@@ -16,6 +16,19 @@ from polylane.runtime.state.plain_values import from_plain, to_plain
 from polylane.runtime.state.random_state import collect_generators, restore_generators
 
 
+class LoopObserver(Protocol):
+    """What follows a loop, to save it between two steps: see :mod:`polylane.script.resuming.progress`."""
+
+    def note_backward(self) -> None:
+        """Note that parameters have gradients that wait for a step."""
+
+    def note_step(self) -> None:
+        """Note a step."""
+
+    def finish(self) -> None:
+        """End what is under way; collective."""
+
+
 class PassObserver(Protocol):
     """What follows the passes through loaders: see :mod:`polylane.script.resuming.progress`."""
 
@@ -88,7 +101,8 @@ class LoaderPass:
         self._begun_at = self._generators("begun_at")
         self._read_at: dict[str, Any] | None = None
         self._unread = 0 if self.resumed is None else self.resumed["batches"]
-        self._reads_on = not (begin is DataLoader.__iter__ and is_skippable(loader))
+        passes_over = getattr(begin, "passes_over", begin is DataLoader.__iter__)
+        self._reads_on = not (passes_over and is_skippable(loader))
         if self._unread and not self._reads_on:
             loader = _rest_of(loader, self._unread, lambda: self._generators("read_at"))
         self._batches: Iterator[Any] = begin(loader)

@@ -12,14 +12,16 @@ only where a difference is larger than rounding usually is.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from polylane.compile.compiled_training import CompiledTraining
+from polylane.graph.graph import Graph
 from polylane.graph.python_state.random_generators import restore_generators
 from polylane.graph.rounding_noise import MARGIN, TRIES
 from polylane.graph.sparse_gradients import densify
@@ -79,6 +81,7 @@ class StepVerdict:
 def read_rounding(prepared: CompiledTraining, device: torch.device) -> DeviceRounding:
     """Return how the device of this worker rounds the numbers of a training, as torch's settings say."""
     dtypes = {parameter.dtype for parameter in prepared.model.parameters()}
+    dtypes = dtypes.union(*(list_dtypes(graph.partition.graph) for graph in prepared.graphs.values()))
     if prepared.plan.precision == "bfloat16":
         dtypes.add(torch.bfloat16)
     convolutions = products = False
@@ -90,8 +93,18 @@ def read_rounding(prepared: CompiledTraining, device: torch.device) -> DeviceRou
         # The host computes a GRU as single matrix products, in which nothing tells it from others.
         products = recurrent or backends.cuda.matmul.fp32_precision == "tf32"
         dtypes |= {torch.float16} if convolutions or products else set()  # it has as many digits as TensorFloat32
-    tolerance = max((TOLERANCES[dtype] for dtype in dtypes if dtype in TOLERANCES), default=TOLERANCE)
-    return DeviceRounding(tolerance, convolutions, products)
+    return DeviceRounding(choose_tolerance(dtypes), convolutions, products)
+
+
+def list_dtypes(graph: Graph) -> set[torch.dtype]:
+    """Return the types of all values of a graph: what ``torch.autocast`` has cast is less precise than the weights."""
+    values = tree_leaves([node.meta.get("val") for node in graph.code.fx.nodes])
+    return {value.dtype for value in values if isinstance(value, Tensor)}
+
+
+def choose_tolerance(dtypes: Iterable[torch.dtype]) -> float:
+    """Return the largest relative difference that counts as rounding without a measurement."""
+    return max((TOLERANCES[dtype] for dtype in dtypes if dtype in TOLERANCES), default=TOLERANCE)
 
 
 @dataclass(frozen=True)

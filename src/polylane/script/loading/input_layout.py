@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from polylane.errors import CallsDiffer, PolylaneError
+from polylane.script.loading.loaded_batch import LoadedRows, NotDivided, TapeInput, shape_of
 
 T = TypeVar("T")
 
@@ -64,6 +65,24 @@ class TapeLayout:
         if self.inputs is None:
             return [tensor[None] for tensor in inputs] or [torch.zeros(1)]
         return [_move_samples_first(inputs, i, self.inputs[i]) for i in self._order]
+
+    def arrange_rows(self, inputs: Sequence[TapeInput], positions: Sequence[int]) -> tuple[list[Tensor], list[bool]]:
+        """Return the leaves of the samples at some positions of a batch, which is where loaded rows have been read.
+
+        Returns:
+            the leaves, and whether each is divided with the samples; none where loaded rows are not samples.
+        """
+        leaves, split, shapes = list[Tensor](), list[bool](), shape_of(inputs)
+        for i in [] if self.inputs is None else self._order:
+            assert self.inputs is not None
+            value, layout = inputs[i], self.inputs[i]
+            is_loaded = isinstance(value, LoadedRows) and not value.batch.is_whole
+            if is_loaded and layout != InputLayout(0):
+                return [], []
+            leaf = value.rows if isinstance(value, LoadedRows) and is_loaded else _move_samples_first(shapes, i, layout)
+            split.append(layout.dim is not None and leaf.dim() > 0)
+            leaves.append(leaf[list(positions)] if split[-1] and not is_loaded else leaf)
+        return leaves, split
 
     def fits(self, inputs: Sequence[Tensor]) -> bool:
         """Return whether tensors of other sizes than those that it was found for have as many samples each."""
@@ -111,12 +130,15 @@ def _move_samples_back(leaf: Tensor, layout: InputLayout) -> Tensor:
     return moved if layout.factored_as is None else moved.flatten(0, 1)
 
 
-def propose_layouts(inputs: Sequence[Tensor], batch_dim: BatchDim | None = None) -> list[TapeLayout]:
+def propose_layouts(
+    inputs: Sequence[Tensor], batch_dim: BatchDim | None = None, loaded: Collection[int] = ()
+) -> list[TapeLayout]:
     """Return the layouts that the inputs of a tape may have, the likeliest first; none where there is no sample.
 
     Args:
         inputs: what the script gives to the tape.
         batch_dim: what the script says; None: nothing.
+        loaded: positions of tensors of loaders' batches, which have a row for each sample.
     """
     shapes = [tuple(tensor.shape) for tensor in inputs]
     if batch_dim is not None:
@@ -125,6 +147,9 @@ def propose_layouts(inputs: Sequence[Tensor], batch_dim: BatchDim | None = None)
     factors = [{length for i in _find_factored(shape, shapes) for length in shapes[i][:2]} for shape in shapes]
     lengths = Counter(length for shape, pair in zip(shapes, factors, strict=True) for length in {*shape[:3], *pair})
     # Lengths of several tensors, or of the first one; of those that are found equally often, dimension 0 of the first.
+    if loaded:
+        lengths = Counter(len(inputs[i]) for i in loaded)
+        main = shapes[min(loaded)]
     candidates = [length for length, count in lengths.items() if length > 1 and (count > 1 or length in main[:2])]
     candidates.sort(key=lambda length: (-lengths[length], main.index(length) if length in main else len(main)))
     proposed = dict[TapeLayout, None]()
@@ -132,7 +157,9 @@ def propose_layouts(inputs: Sequence[Tensor], batch_dim: BatchDim | None = None)
         for prefer in (_dimension_zero, _dimension_one, _of_states):
             layouts = [_locate(shape, length, shapes, prefer) for shape in shapes]
             squares = [shape != main and len(shape) == 2 and set(shape) == {length} for shape in shapes]
-            for masks in ((False,) * len(shapes), squares):  # a square of lengths may be a mask of no sample's
+            # A square of lengths may be a mask of no sample's; beside a loader's batch all else may be weights.
+            weights = [bool(loaded and shape) and i not in loaded for i, shape in enumerate(shapes)]
+            for masks in ((False,) * len(shapes), squares, weights):
                 chosen = (InputLayout(None) if m else layout for layout, m in zip(layouts, masks, strict=True))
                 proposed[TapeLayout(tuple(chosen))] = None
     return [*proposed][:MOST_LAYOUTS]
@@ -212,7 +239,7 @@ def _has_samples(shape: Sequence[int], dim: int | None, samples: int) -> bool:
 
 
 def try_layouts(
-    attempts: Sequence[tuple[TapeLayout, Callable[[], T]]], divides: bool, line: str
+    attempts: Sequence[tuple[TapeLayout, Callable[[], T]]], divides: bool, line: str, reads_batches: bool = False
 ) -> tuple[TapeLayout, T]:
     """Return the first layout whose attempt succeeds, and its result.
 
@@ -220,8 +247,10 @@ def try_layouts(
         attempts: layouts, the likeliest first, each with a function that compiles for it; on all workers alike.
         divides: whether the plan divides batches, so that the user is told of one that it does not divide.
         line: file and line of the script where the tape ends.
+        reads_batches: whether the tape computes from a loader's batches before a model is called.
 
     Raises:
+        NotDivided: no layout is left, and what is computed before a model is called may be why.
         PolylaneError: that of the last layout, where none is left: it asks least of the batch.
     """
     reasons = list[PolylaneError]()
@@ -234,11 +263,14 @@ def try_layouts(
             reasons.append(error)
             continue
         if layout == UNDIVIDED and divides:
-            _note_undivided(line, str(reasons[0]) if reasons else "its tensors have no length in common")
+            _note_undivided(line, str(reasons[0]) if reasons else _NO_LENGTH)
         return layout, result
+    if reads_batches:
+        raise NotDivided(f"{line} is not computed sample by sample: {reasons[0] if reasons else _NO_LENGTH}")
     raise reasons[-1]
 
 
+_NO_LENGTH = "its tensors have no length in common"
 _NOTED = set[str]()
 
 
