@@ -25,8 +25,9 @@ import torch
 from benchmarks.scripts.entry import Entry, write_prepared, write_small
 from polylane.errors import PolylaneError
 from polylane.runtime.workers.team import WorkerContext, fork_workers
+from polylane.script.session import ScriptSession, running_session
 
-PLAIN = "plain"
+PLAIN, NUDGED = "plain", "plain, with weights moved by one unit in the last place"
 _SAVED = (".pt", ".pth", ".tar", ".png", ".model")  # files that torch.save writes, images among them
 
 
@@ -123,8 +124,9 @@ def lay_out(entry: Entry, checkout: Path, folder: Path, is_prepared: bool) -> Pa
 def run_here(entry: Entry, script: Path, place: Path, plan: str) -> Outcome:
     """Run the script in this process, with ``place`` as the current folder."""
     os.chdir(place)
-    if plan != PLAIN:
+    if plan not in (PLAIN, NUDGED):
         os.environ["POLYLANE_PLAN"] = plan
+    session = running_session(ScriptSession(is_plain=True, nudge=0)) if plan == NUDGED else contextlib.nullcontext()
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -135,7 +137,12 @@ def run_here(entry: Entry, script: Path, place: Path, plan: str) -> Outcome:
     logging.getLogger().handlers[0].addFilter(lambda record: record.name in ("root", "__main__"))
     outcome = Outcome()
     try:
-        with contextlib.redirect_stdout(printed), open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
+        with (
+            contextlib.redirect_stdout(printed),
+            open(os.devnull, "w") as nothing,
+            contextlib.redirect_stderr(nothing),
+            session,
+        ):
             runpy.run_path(str(script), run_name="__main__")
     except PolylaneError as error:
         outcome.refusal = str(error).replace(f"{script.parent}/", "")
