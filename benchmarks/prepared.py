@@ -2,19 +2,22 @@
 
 The same loop (model, the loss of the example, backward, step, loss.item()) takes turns: plain;
 prepared without a plan, and for one worker; the step of a Job for one worker. Then on two workers under data=2: the
-prepared loop and the step of a Job.
+prepared loop and the step of a Job; and a loop whose data set takes a millisecond of processor time for each sample,
+where each worker reads its own samples, and where every worker reads whole batches. Nothing is audited.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import polylane
 from benchmarks.harness import Contender, make_parser, race, table
@@ -50,13 +53,58 @@ def make_loop(name: str, plan: str | None, is_prepared: bool) -> Callable[[int],
     def setup(rank: int) -> Callable[[], Any]:
         model, optimizer, batches, example = build(name)
         if is_prepared:
-            model, optimizer = polylane.prepare(model, optimizer, plan=plan)
+            model, optimizer = polylane.prepare(model, optimizer, plan=plan, audit="off")
         numbers = iter(range(10**9))
 
         def step() -> float:
             batch = batches[next(numbers) % len(batches)]
             optimizer.zero_grad()
             loss = example.loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            return float(loss.item())
+
+        return step
+
+    return setup
+
+
+class SlowSamples(Dataset[Any]):
+    """A data set whose samples each take some processor time.
+
+    Args:
+        samples: the samples.
+        seconds: processor time of each.
+    """
+
+    def __init__(self, samples: Any, seconds: float) -> None:
+        self._samples, self._seconds = samples, seconds
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        end = time.process_time() + self._seconds
+        while time.process_time() < end:
+            pass
+        return self._samples[index]
+
+
+def make_reading_loop(name: str, whole_batches: bool) -> Callable[[int], Callable[[], Any]]:
+    """Return what sets up one step of a prepared loop that reads its loader."""
+
+    def setup(rank: int) -> Callable[[], Any]:
+        model, optimizer, _, example = build(name)
+        samples = SlowSamples(example.data("train"), 1e-3)
+        loader: Any = DataLoader(samples, batch_size=BATCHES[name], drop_last=True, shuffle=True)
+        model, optimizer, loader = polylane.prepare(
+            model, optimizer, loader, plan="data=2", audit="off", whole_batches=whole_batches
+        )
+        batches = (batch for _ in itertools.count() for batch in loader)
+
+        def step() -> float:
+            optimizer.zero_grad()
+            loss = example.loss(model, next(batches))
             loss.backward()
             optimizer.step()
             return float(loss.item())
@@ -99,6 +147,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ]
         race(pairs, rounds, steps, lead=2)
         print(f"\n## {name}, two workers\n\n{table(pairs, 'Job.step, data=2')}")
+    readers = [
+        Contender("whole batches", 2, make_reading_loop("digits", True)),
+        Contender("its own samples", 2, make_reading_loop("digits", False)),
+    ]
+    race(readers, rounds, steps, lead=2)
+    print(f"\n## digits, two workers, 1 ms a sample to read\n\n{table(readers, 'whole batches')}")
 
 
 if __name__ == "__main__":
