@@ -91,17 +91,22 @@ def test_a_difference_stops_all_workers_or_is_a_warning(fault: str, monkeypatch:
         assert len(report.differences) == len(report.steps) > 0
 
 
-@pytest.mark.parametrize("plan", ["data=2", "pipeline=2"])
-def test_steps_in_bfloat16_are_audited_in_bfloat16(plan: str) -> None:
-    """The gradient of a bias before a batch normalization is nothing but rounding."""
+@pytest.mark.parametrize(
+    ("plan", "casts"),
+    [("data=2,precision=bfloat16", False), ("pipeline=2,precision=bfloat16", False), ("data=2", True)],
+)
+def test_steps_in_bfloat16_are_audited_in_bfloat16(plan: str, casts: bool) -> None:
+    """The plan casts, or the script; the gradient of a bias before a batch normalization is nothing but rounding."""
 
     def run(context: WorkerContext) -> Any:
         torch.manual_seed(0)
         network = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3))
         optimizer: Any = torch.optim.SGD(network.parameters(), lr=0.1)
-        model, optimizer = polylane.prepare(network, optimizer, plan=f"{plan},precision=bfloat16", audit="stop")
+        model, optimizer = polylane.prepare(network, optimizer, plan=plan, audit="stop")
         for _ in range(4):
-            F.cross_entropy(model(torch.randn(24, 1, 8, 8)), torch.randint(0, 3, (24,))).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                loss = F.cross_entropy(model(torch.randn(24, 1, 8, 8)), torch.randint(0, 3, (24,)))
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         return model._polylane_loop.runner.audit.report()

@@ -275,8 +275,10 @@ class PlannedTraining:
             self.audit.note = "its random numbers, or statistics, are those of the plan's parts of a batch"
             return None
         part = role.sample_slice(take_tape(batch).samples)
-        dtype = torch.bfloat16 if role.plan.precision == "bfloat16" else None
-        casts = nullcontext() if dtype is None else torch.autocast(role.world.device.type, dtype)
+        is_cast = role.plan.precision == "bfloat16"
+        casts = torch.autocast(role.world.device.type, torch.bfloat16) if is_cast else nullcontext()
+        types = {step.modes.autocast for step in tape.steps} | ({torch.bfloat16} if is_cast else set())
+        dtype = max((t for t in types if t is not None), key=lambda t: torch.finfo(t).eps, default=None)
 
         def replay(attempt: int | None) -> MeasuredPass:
             with generators_kept(), role.gathered_model() as models:
@@ -298,7 +300,7 @@ class PlannedTraining:
         computed = role.compute(batch, OBJECTIVE)
         with role.world.progress.during(Phase.AUDITING):
             gradients = role.local_gradients(computed, OBJECTIVE)
-            self.audit.compare(measured, computed.result.loss, gradients, role.gradient_part, replay)
+            self.audit.compare(measured, computed.result.loss, gradients, role.gradient_part, replay, dtype)
         return computed
 
     def evaluate(self, tape: Tape, inputs: Sequence[TapeInput]) -> TapeRun:

@@ -27,6 +27,7 @@ from polylane.runtime.plain_data.serialization import serializable
 from polylane.verify.audit import AuditMode
 from polylane.verify.audit.audit_report import AuditReport
 from polylane.verify.audit.schedule import BUDGET
+from polylane.verify.audit.step_replay import TOLERANCES
 from polylane.verify.rounding_floor import (
     MeasuredPass,
     RoundingFloors,
@@ -125,7 +126,13 @@ class PassesAudit:
         return None if self.note else measured
 
     def compare(
-        self, measured: MeasuredPass, loss: float, gradients: Mapping[str, Tensor], take: TakePart, replay: Replay
+        self,
+        measured: MeasuredPass,
+        loss: float,
+        gradients: Mapping[str, Tensor],
+        take: TakePart,
+        replay: Replay,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Compare what a plan has computed with the passes that were made before.
 
@@ -135,21 +142,23 @@ class PassesAudit:
             gradients: what this worker has of the plan's gradients, by name of the parameter.
             take: returns this worker's part of a whole gradient; None where it has none.
             replay: makes the passes again, where a difference may be rounding.
+            dtype: the least precise type that the pass casts numbers to; None: it casts none.
 
         Raises:
             AuditFailed: on all workers, if the plan has computed something else, and that is to stop the training.
         """
         started = time.perf_counter()
+        tolerance = self.tolerance if dtype is None else max(self.tolerance, TOLERANCES[dtype])
         self.steps.append(self.count)
-        report = self._find_worst(measured, loss, gradients, take, RoundingFloors())
-        if not report.error <= self.tolerance:
-            floors = measure_floors(measured, lambda attempt, permuted: replay(attempt), self.tolerance, False)
-            if self.tolerance > MOST_TOLERANCE:
+        report = self._find_worst(measured, loss, gradients, take, RoundingFloors(), tolerance)
+        if not report.error <= tolerance:
+            floors = measure_floors(measured, lambda attempt, permuted: replay(attempt), tolerance, False)
+            if tolerance > MOST_TOLERANCE:
                 floors = floors.multiply(COARSE_MARGIN / MARGIN)
-            report = self._find_worst(measured, loss, gradients, take, floors)
+            report = self._find_worst(measured, loss, gradients, take, floors, tolerance)
         self.worst = max(self.worst, report.error)
         self.seconds += time.perf_counter() - started
-        if report.error <= self.tolerance:
+        if report.error <= tolerance:
             self.agreed = self.count
         else:
             self._tell_difference(report)
@@ -161,11 +170,12 @@ class PassesAudit:
         gradients: Mapping[str, Tensor],
         take: TakePart,
         floors: RoundingFloors,
+        tolerance: float,
     ) -> _Report:
         """Return the largest difference of all workers."""
         worst = _Report()
         if measured.loss == measured.loss or loss == loss:  # NaN differs from itself
-            scale = error_scale(abs(measured.loss), floors.loss, self.tolerance)
+            scale = error_scale(abs(measured.loss), floors.loss, tolerance)
             worst = _Report(relative_error(torch.tensor(measured.loss), torch.tensor(loss), scale))
         for name in {**measured.gradients, **gradients}:  # where one has none, the other one's must be zero
             gradient, local_gradient = measured.gradients.get(name), gradients.get(name)
@@ -179,7 +189,7 @@ class PassesAudit:
             if not gradient.isfinite().all() and not computed.isfinite().all():
                 continue  # one device has no numbers either
             difference = max_difference(expected.reshape(computed.shape), computed)
-            scale = error_scale(max_magnitude(gradient), floors.gradients.get(name, 0.0), self.tolerance)
+            scale = error_scale(max_magnitude(gradient), floors.gradients.get(name, 0.0), tolerance)
             error = divide_by_scale(difference, scale)
             worst = worst if error <= worst.error else _Report(error, name)
         reports: list[_Report] = self.exchange(worst)
