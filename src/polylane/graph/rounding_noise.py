@@ -19,6 +19,10 @@ from polylane.graph.sparse_gradients import densify
 # times the noise, those that are zero in exact arithmetic 4 times at most.
 MARGIN = 100.0
 
+# As MARGIN, of numbers in half precision: one unit in the last place moves a gradient by a hundredth of its size there,
+# and MARGIN times that excuses all.
+COARSE_MARGIN = 10.0
+
 TRIES = 2  # a tensor of few elements may come out equal by chance
 
 

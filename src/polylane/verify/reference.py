@@ -59,6 +59,7 @@ def remeasure_floors(
     steps: Collection[tuple[int, int]],
     tries: int = TRIES_MORE,
     rounding: AbstractContextManager[object] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> dict[tuple[int, int], RoundingFloors]:
     """Return the floors of some steps of some replicas over more tries; the model of this process is changed.
 
@@ -68,13 +69,14 @@ def remeasure_floors(
         steps: (step, replica) of each step that is repeated.
         tries: number of perturbed passes of each.
         rounding: is entered for each of these; it changes how operators round, and may be entered again.
+        dtype: the type whose units weights are moved by; None: their own.
     """
     floors = {}
     for number, replica in steps:
         step, replicas = reference.step_of(number, replica), len(reference.steps[number])
         model = ReferenceModel(training, replica if replicas > 1 else 0, replicas)
         write_tensors(step.before.tensors, model.named_tensors(), lambda name, tensor: tensor)
-        floors[number, replica] = model.run_passes(number, range(tries), rounding=rounding)[2]
+        floors[number, replica] = model.run_passes(number, range(tries), rounding=rounding, dtype=dtype)[2]
     return floors
 
 
@@ -91,10 +93,9 @@ class ReferenceModel:
     """
 
     def __init__(self, training: ComparedTraining, replica: int = 0, replicas: int = 1) -> None:
-        prepared, self._training = training.prepared, training
+        self._training, objective = training, next(iter(training.prepared.objectives.values()))
         self.step_key: tuple[int, ...] = (training.seed, 0)  # what random numbers depend on that the optimizer draws
-        objective = next(iter(prepared.objectives.values()))
-        named = named_parameters(prepared.model, [objective.loss])
+        named = named_parameters(training.prepared.model, [objective.loss])
         self.optimizer = objective.optimizer(list(named))
         set_optimizer_mode(self.optimizer, True)
         self.scheduler = build_scheduler(objective.scheduler, self.optimizer)
@@ -104,8 +105,7 @@ class ReferenceModel:
         self.loop = ReferenceLoop(training, self.trained_parameters, replica, replicas)
         # In the warm-up steps of local SGD replicas still share gradients: these steps take whole batches.
         self.whole_loop = ReferenceLoop(training, self.trained_parameters) if replicas > 1 else self.loop
-        self.names = {id(p): name for name, p in named}
-        self._required = {name: p.requires_grad for name, p in named}
+        self.names, self._required = {id(p): n for n, p in named}, {n: p.requires_grad for n, p in named}
 
     def follow(self, training: ComparedTraining) -> None:
         """Go on with other batches of the same training, each of which may have a form of its own."""
@@ -134,6 +134,7 @@ class ReferenceModel:
         tries: Sequence[int] = range(TRIES),
         together: bool = False,
         rounding: AbstractContextManager[object] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> tuple[tuple[float, float], dict[str, Tensor], RoundingFloors]:
         """Run the passes of a step and measure their rounding floors; the gradients stay in the parameters.
 
@@ -142,12 +143,13 @@ class ReferenceModel:
             tries: numbers of the perturbed passes, which seed them.
             together: take the whole batch, and not one replica's samples.
             rounding: is entered for each perturbed pass.
+            dtype: the type whose units weights are moved by; None: their own.
 
         Returns:
             The loss as (total, count), the gradients by parameter, and the floors.
         """
-        number, loop = self._training.first_step + step, self.whole_loop if together else self.loop
-        self.step_key = self._training.seed, number
+        loop = self.whole_loop if together else self.loop
+        self.step_key = self._training.seed, self._training.first_step + step
         restore = snapshot_model(loop.modules, loop.loss)
         total, count = loop.backward(step)
         once = self._build_pass(total, count, loop)
@@ -156,7 +158,7 @@ class ReferenceModel:
             # A perturbed pass starts where the step did; afterwards the model is again as the true pass left it.
             reset = snapshot_model(loop.modules, loop.loss)
             restore()
-            nudge_values(loop.modules.parameters(), attempt)
+            nudge_values(loop.modules.parameters(), attempt, dtype)
             try:
                 with rounding or nullcontext():
                     return self._build_pass(*loop.backward(step, attempt if permuted else None), loop)

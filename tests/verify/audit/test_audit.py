@@ -148,6 +148,21 @@ def test_in_single_precision_rounding_is_no_difference() -> None:
     assert 0 < report.worst < 1e-4
 
 
+def normed() -> nn.Module:
+    """The gradient of its first bias is nothing but rounding."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+
+
+def test_in_bfloat16_rounding_is_no_difference() -> None:
+    random = torch.Generator().manual_seed(1)
+    data = [(torch.randn(64, 4, generator=random), torch.randint(0, 3, (64,), generator=random)) for _ in range(STEPS)]
+    report = train("data=2,precision=bfloat16", normed, data=data)
+    assert report.steps == (1, 2, 4) and report.worst > 1e-6
+    with pytest.raises(PolylaneError, match="computes: step 2: "):
+        train("data=2,precision=bfloat16", normed, data=data, spoil=move_a_weight_far)
+
+
 # Bugs as a plan may have them: each worker is spoiled, the auditor is not.
 
 
@@ -164,6 +179,20 @@ def move_a_weight(job: Job, step: int) -> None:
             return result
 
         optimizer.step = wrong  # type: ignore[method-assign]
+
+
+def move_a_weight_far(job: Job, step: int) -> None:
+    """In step 2 a weight is moved after the update, by more than bfloat16 rounds."""
+    if step == 1:
+        plain = job.optimizer.step
+
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            result = plain(*args, **kwargs)
+            with torch.no_grad():
+                job.optimizer.param_groups[0]["params"][0].add_(1.0)
+            return result
+
+        job.optimizer.step = wrong  # type: ignore[method-assign]
 
 
 def other_options(job: Job, step: int) -> None:

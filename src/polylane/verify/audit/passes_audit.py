@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from polylane.errors import AuditFailed, describe_error
-from polylane.graph.rounding_noise import MARGIN, max_difference, max_magnitude
+from polylane.graph.rounding_noise import COARSE_MARGIN, MARGIN, max_difference, max_magnitude
 from polylane.graph.sparse_gradients import densify
 from polylane.runtime.plain_data.serialization import serializable
 from polylane.verify.audit import AuditMode
@@ -39,8 +39,7 @@ from polylane.verify.rounding_floor import (
 
 # Makes the passes of the step again, with weights nudged by the number of a try; None: with the weights as they are.
 Replay = Callable[[int | None], MeasuredPass]
-# In bfloat16 one unit in the last place moves a gradient by a hundredth of its size: MARGIN times that excuses all.
-COARSE_MARGIN, MOST_TOLERANCE = 10, 1e-3
+MOST_TOLERANCE = 1e-3  # beyond it COARSE_MARGIN is that of floors
 TakePart = Callable[[str, Tensor], Tensor | None]
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.graph.graph import Graph
 from polylane.graph.python_state.random_generators import restore_generators
-from polylane.graph.rounding_noise import MARGIN, TRIES
+from polylane.graph.rounding_noise import COARSE_MARGIN, MARGIN, TRIES
 from polylane.graph.sparse_gradients import densify
 from polylane.runtime.checkpoint.state_board import BoardReader
 from polylane.runtime.parameters.optimizer import set_optimizer_mode
@@ -249,6 +249,12 @@ class StepReplay:
             device_floors = remeasure_floors(training, reference, steps, TRIES, TensorFloat32(self._rounding))
             new_floors = {
                 step: floors.elementwise_max(device_floors[step].multiply(TF32_MARGIN / MARGIN))
+                for step, floors in new_floors.items()
+            }
+        if training.prepared.plan.precision == "bfloat16":
+            cast_floors = remeasure_floors(training, reference, steps, TRIES, dtype=torch.bfloat16)
+            new_floors = {
+                step: floors.elementwise_max(cast_floors[step].multiply(COARSE_MARGIN / MARGIN))
                 for step, floors in new_floors.items()
             }
         restore()
