@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
 from polylane.graph.capture.leaves import in_training_modes
+from polylane.graph.python_state.forward_hooks import list_modules
 from polylane.script.deferred import DeferredTensor, Recorder, Spec, plain_tensors
 from polylane.script.loading.loaded_batch import LoadedBatch, LoaderReads
 from polylane.script.model_results import ModelCall
@@ -232,17 +233,6 @@ def in_recorded_modes(models: Sequence[nn.Module], calls: Sequence[RecordedCall]
             )
     pairs = (zip(list_modules(models[number]), call.flags or (), strict=False) for number, call in recorded.items())
     return in_training_modes([pair for of_model in pairs for pair in of_model])
-
-
-def list_modules(model: nn.Module) -> list[nn.Module]:
-    """Return what ``model.modules()`` yields, in a tenth of the time: every call of a model asks for it."""
-    modules, stack = dict[nn.Module, None](), [model]
-    while stack:
-        module = stack.pop()
-        if module not in modules:
-            modules[module] = None
-            stack += [child for child in reversed(module._modules.values()) if child is not None]
-    return list(modules)
 
 
 def read_flags(model: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:

@@ -313,9 +313,12 @@ class ScriptRole(TrainingRole):
 
     def clear_gradients(self, names: Iterable[str]) -> None:
         """Take the gradients of parameters away."""
-        for name in names:
-            if self.has_gradient(name):
-                self.set_gradient(name, None)
+        cleared_names = self._with_gradient.intersection(map(self._first_name, names))
+        self._with_gradient -= cleared_names
+        for update in self._updates.values() if cleared_names else ():
+            for name, parameter in update.local_parameters.items():
+                if name in cleared_names:
+                    parameter.grad = None
 
 
 def take_tape(batch: Any) -> Batch:
