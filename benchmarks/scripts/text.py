@@ -238,6 +238,8 @@ def install(module: Callable[..., Any]) -> None:
     module("torchtext.legacy.datasets", SNLI=SimpleNamespace(splits=pairs_of_sentences))
     module("datasets", load_dataset=load_dataset)
     module("evaluate", load=lambda *names: Metric())
+    import transformers.modeling_utils  # noqa: F401  (which imports the real one, where there is one)
+
     module("accelerate", Accelerator=Accelerator, DistributedType=SimpleNamespace(XLA="XLA"))
     module("accelerate.utils", set_seed=set_seed)
 

@@ -236,7 +236,8 @@ def view_operators(
         if node.op == "placeholder":
             val = sizes.value_of(node)
             if isinstance(val, Tensor):
-                value = TensorValue(sizes.shape(val), val.dtype, flows(node), 0, "out")
+                is_sparse = val.layout is not torch.strided
+                value = TensorValue(sizes.shape(val), val.dtype, flows(node), 0, "out", is_sparse=is_sparse)
                 sources[tensor_key(node)] = GraphInput(tensor_key(node), node.meta["role"], value)
         elif node.op == "output":
             results = tuple(tensor_key(n) for n in node.args[0])
@@ -288,7 +289,9 @@ def make_call(
                 return sizes.data_dependent_number(value)
             grad = has_gradient(value) and (val.is_floating_point() or val.is_complex())
             unknown = sizes.unknown_dims(val)
-            inputs.append(TensorValue(sizes.shape(val), val.dtype, grad, len(inputs), ragged=unknown))
+            is_sparse = val.layout is not torch.strided
+            value_read = TensorValue(sizes.shape(val), val.dtype, grad, len(inputs), "in", unknown, is_sparse)
+            inputs.append(value_read)
             reads.append(tensor_key(value))
             nodes.append(value)
             return inputs[-1]
@@ -306,6 +309,7 @@ def make_call(
             i,
             "out",
             sizes.unknown_dims(v),
+            v.layout is not torch.strided,
         )
         for i, v in enumerate(vals)
         if isinstance(v, Tensor)

@@ -37,6 +37,7 @@ class TensorValue:
         index: position among the call's inputs, or outputs; the same tensor read twice is two inputs.
         side: "in" for an input of the call, "out" for an output.
         ragged: dimensions whose sizes depend on data, of which the shape has those of the example.
+        is_sparse: whether it has not all elements in memory, so that it is whole on every rank.
     """
 
     shape: tuple[int, ...]
@@ -45,6 +46,7 @@ class TensorValue:
     index: int
     side: str = "in"
     ragged: tuple[int, ...] = ()
+    is_sparse: bool = False
 
     @property
     def dim(self) -> int:

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polylane.placement.placement import PARTIAL, Shard
+from polylane.placement.placement import PARTIAL, Replicate, Shard
 from polylane.placement.rules.matmul import parse_equation
-from polylane.placement.strategy import Strategy
+from polylane.placement.rules.registry import strategies
+from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
 from tests.placement.split_checks import check, cut_outputs, even_cuts, join_cuts, uneven
 from tests.support import subsets
 
@@ -252,3 +253,12 @@ def test_integers_are_cut_too() -> None:
 def test_distances_of_rows(left: tuple[int, ...], right: tuple[int, ...], power: float, mode: int | None) -> None:
     found = check(aten.cdist.default, [tensor(*left), tensor(*right, seed=1), power, mode], degree=2)
     assert names(found) >= {"rows of the left", "rows of the right"}
+
+
+def test_a_sparse_matrix_is_whole_on_every_rank() -> None:
+    edges = TensorValue((4, 4), torch.float64, False, 0, is_sparse=True)
+    features, result = TensorValue((4, 6), torch.float64, True, 1), TensorValue((4, 6), torch.float64, True, 0, "out")
+    arguments = {"self": edges, "mat2": features}
+    found = strategies(OperatorCall("aten.mm.default", arguments, (edges, features), (result,), 2))
+    assert all(isinstance(strategy.inputs[0], Replicate) for strategy in found)
+    assert any(strategy.inputs[1] == strategy.outputs[0] == Shard(1, even_cuts(6, 2)) for strategy in found)

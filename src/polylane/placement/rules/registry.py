@@ -13,7 +13,7 @@ import torch
 from polylane.errors import PolylaneError
 from polylane.graph.nodes.facts import find_operator
 from polylane.placement import rules
-from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Shard, is_valid_placement
+from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Replicate, Shard, is_valid_placement
 from polylane.placement.strategy import OperatorCall, Strategy
 
 Rule = Callable[[OperatorCall], Iterable[Strategy]]
@@ -99,7 +99,14 @@ def _offered_strategies(call: OperatorCall) -> Iterator[Strategy]:
         yield call.strategy("replicate, with partial gradients", {}, REPLICATE_PARTIAL_GRAD)
     if operator_rule is not None:
         # A size that depends on data is another one in the next step: no cut of the example's would fit it.
-        yield from (strategy for strategy in operator_rule(call) if not _cuts_unknown_size(call, strategy))
+        offered = (strategy for strategy in operator_rule(call) if not _cuts_unknown_size(call, strategy))
+        yield from (strategy for strategy in offered if not _divides_sparse(call, strategy))
+
+
+def _divides_sparse(call: OperatorCall, strategy: Strategy) -> bool:
+    """Return whether a strategy has ranks hold parts, or summands, of a sparse tensor."""
+    pairs = [*zip(call.inputs, strategy.inputs, strict=True), *zip(call.outputs, strategy.outputs, strict=True)]
+    return any(value.is_sparse and not isinstance(placement, Replicate) for value, placement in pairs)
 
 
 def _cuts_unknown_size(call: OperatorCall, strategy: Strategy) -> bool:
