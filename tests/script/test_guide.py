@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.script.call_traps import CALL_TRAPS
 from tests.script.loops import LOOPS
 from tests.script.mode_traps import MODE_TRAPS
+from tests.script.model_state.state_traps import STATE_TRAPS
 from tests.script.sequence_loops import SEQUENCE_LOOPS
 from tests.script.traps import TRAPS
 from tests.script.weight_loops import WEIGHT_LOOPS
@@ -20,7 +21,7 @@ _TABLE = re.compile(r"(?<=test_guide -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 def write_table() -> str:
     """Return the tables as text: what is refused first, with a part of the error's sentence."""
-    traps = [*TRAPS.values(), *WEIGHT_TRAPS.values(), *CALL_TRAPS.values(), *MODE_TRAPS.values()]
+    traps = [*(TRAPS | WEIGHT_TRAPS | CALL_TRAPS | MODE_TRAPS | STATE_TRAPS).values()]
     loops = [*LOOPS.values(), *WEIGHT_LOOPS.values(), *SEQUENCE_LOOPS.values()]
     lines = ["| refused | the error says |", "|---|---|"]
     lines += [f"| {_describe(trap.loop)} | …{trap.refusal}… |" for trap in traps if trap.refusal]

@@ -13,11 +13,12 @@ from polylane.errors import PolylaneError
 from polylane.runtime.workers.team import WorkerContext, fork_workers
 from tests.script.call_traps import CALL_TRAPS
 from tests.script.mode_traps import MODE_TRAPS
+from tests.script.model_state.state_traps import STATE_TRAPS
 from tests.script.traps import TRAPS
 from tests.script.weight_traps import WEIGHT_TRAPS
 
 PLANS = ["data=2", "pipeline=2", "tensor=2", "data=2,shard=parameters"]
-ALL_TRAPS = TRAPS | WEIGHT_TRAPS | CALL_TRAPS | MODE_TRAPS
+ALL_TRAPS = TRAPS | WEIGHT_TRAPS | CALL_TRAPS | MODE_TRAPS | STATE_TRAPS
 QUICK = {
     "scaled_gradients",
     "infer",
@@ -28,10 +29,13 @@ QUICK = {
     "leave_attributes",
     "make_alike",
     "leave_evaluation",
+    "write_state_before_backward",
+    "edit_optimizer_state",
+    "swap_weights",
 }
 REFUSED = [name for name, trap in ALL_TRAPS.items() if trap.refusal]
 # Python that one stage's workers alone run is refused: the script may read on all of them what it keeps.
-STATEFUL = {"remember"}
+STATEFUL = {"remember": "self.last", "read_counters": "self."}
 BOUNDS = {"scaled_gradients": 1e-5, "casts": 1e-2}  # of single precision, and of bfloat16
 
 
@@ -68,5 +72,5 @@ def test_a_trap_prints_the_plain_loop_s_numbers(name: str, plan: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(STATEFUL))
 def test_python_that_keeps_state_is_refused_under_a_pipeline(name: str) -> None:
-    with pytest.raises(PolylaneError, match=r"writes self\.last .* runs on the workers of its stage alone"):
+    with pytest.raises(PolylaneError, match=rf"writes {STATEFUL[name]}.* runs on the workers of its stage alone"):
         fork_workers(lambda context: ALL_TRAPS[name].loop(partial(polylane.prepare, plan="pipeline=2")), 2)

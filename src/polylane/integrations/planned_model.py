@@ -72,7 +72,7 @@ class PlannedModel:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state, whole on every worker; collective."""
-        return self._loop.state_dict(ModelCall(0))
+        return self._loop.weights.state_dict(ModelCall(0))
 
     @collective("a checkpoint")
     def wait_for_workers(self) -> None:

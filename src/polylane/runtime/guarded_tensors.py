@@ -19,9 +19,10 @@ Writes cost no message: every worker must make the same ones, as it must call th
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -74,6 +75,9 @@ class Reader(Protocol):
     def read(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a function on the values of guarded tensors among its arguments."""
 
+    def begin_write(self, guard: Guard) -> None:
+        """Prepare for a write of what a guard answers for."""
+
     def write(self, tensor: Tensor, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Make a write on a guarded tensor that needs the whole of it; the arguments are those behind the tensor."""
 
@@ -101,6 +105,8 @@ class Guard:
         record_write: called after a write, with whether all values are given by it.
         draft: the whole tensor as far as torch.nn.init has written it; None where it is not about to.
         reader: answers what is asked of values and gradients; None: that is refused.
+        aliases: tensors that share the tensor's memory as far as the script knows (``.data``, ``detach()``).
+        has_aliases: whether there were any since other memory was assigned; the same on every worker.
     """
 
     name: str
@@ -112,6 +118,8 @@ class Guard:
     record_write: Callable[[bool], None] = lambda is_fresh: None
     draft: Tensor | None = None
     reader: Reader | None = None
+    aliases: weakref.WeakSet[Tensor] = field(default_factory=weakref.WeakSet)
+    has_aliases: bool = False
     is_view = False  # of a guarded tensor
 
     def take_part(self, full_tensor: Tensor) -> None:
@@ -119,6 +127,17 @@ class Guard:
         local, part = self.local(), self.cut(full_tensor) if self.cut is not None else None
         if local is not None and part is not None:
             local.detach().copy_(part.view(local.shape))
+
+    def part_from_aliases(self, tensor: Tensor) -> None:
+        """Leave the old values to the aliases of a tensor that is given other memory (``tensor.data = new``)."""
+        if self.reader is None or not self.has_aliases:
+            return
+        old_value = self.reader.read_all(tensor).clone()
+        for alias in list(self.aliases):
+            remove_guard(alias)
+            alias.data = old_value
+        self.aliases.clear()
+        self.has_aliases = False
 
     def finish_draft(self, tensor: Tensor) -> None:
         """Take this worker's part of what torch.nn.init has written, if it has, and count a write on the tensor."""
@@ -163,6 +182,14 @@ class _Answers:
         with torch._C.DisableTorchFunctionSubclass():
             return _answer(func, args, kwargs or {})
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle an ordinary tensor, with the values that the guard answers."""
+        tensor: Any = self
+        value = tensor.detach().clone()
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(value, tensor.requires_grad).__reduce_ex__(protocol)
+        return value.__reduce_ex__(protocol)
+
 
 class GuardedParameter(_Answers, nn.Parameter):
     """A parameter that is not whole in this process."""
@@ -200,6 +227,8 @@ def guard_of(value: Any) -> Guard | None:
 
 def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Answer a call of torch with guarded tensors among its arguments."""
+    if not args and "tensor" in kwargs:  # of torch.nn.init
+        args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
     guarded: list[Any] = [value for value in tree_leaves((args, kwargs)) if isinstance(value, _Answers)]
     initializes = sys._getframe(2).f_globals.get("__name__") == _INITIALIZERS
     for value in guarded if not initializes else ():
@@ -217,7 +246,7 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if kind == "metadata" or (guard.is_served and operation not in ("data", "detach") and not is_write):
         return _guard_views(guarded[0], guard, operation, _on_ordinary(guarded, func, args, kwargs))
     # A view of one is no new tensor: what would be written to it is lost.
-    is_view = operation.endswith("_as") and isinstance(args[0], _Answers)
+    is_view = operation.endswith("_as") and bool(args) and isinstance(args[0], _Answers)
     if kind in ("shape", "like") and not is_view:
         # Of the whole shape, in the memory of one element; if only the shape matters, without memory.
         new, kw = tree_map(lambda value: _stand_in(value, kind == "shape"), (tuple(args), kwargs))
@@ -225,15 +254,18 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if initializes and len(guards) == 1 and not guard.is_served:
         return _initialize(guard, func, guarded[0], args, kwargs)
     if operation in ("data", "detach"):
-        alias = func(*args, **kwargs).as_subclass(Tensor)
+        alias: Tensor = func(*args, **kwargs).as_subclass(Tensor)
         put_guard(alias, guard)
+        if guard.reader is not None:
+            guard.aliases.add(alias)
+            guard.has_aliases = True
         return alias
     if operation in ("__repr__", "__format__", "__str__") and guard.reader is None:
         return f"<{guard.name}, of shape {tuple(guard.shape)}: {guard.why}>"
     # Optimizers and modules look for a gradient before they drop it.
     if operation == "grad" and sys._getframe(2).f_code.co_name == "zero_grad":
         return func(*args)
-    is_target = isinstance(args[0] if args else kwargs.get("tensor"), _Answers)
+    is_target = bool(args) and isinstance(args[0], _Answers)
     if is_write and is_target and guard.reader is not None:
         args, kwargs = (args[0], *guard.reader.read_all(args[1:])), guard.reader.read_all(kwargs)
         guards, guarded = {id(guard): guard}, guarded[:1]
@@ -249,7 +281,8 @@ def _write_each(operation: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     write = getattr(Tensor, operation.removeprefix("_foreach_"))
     for number, tensor in enumerate(args[0]):
         operands = [arg[number] if isinstance(arg, (list, tuple)) else arg for arg in args[1:]]
-        _answer(write, (tensor, *operands), kwargs)
+        options = {"value": operands.pop()} if len(operands) > 2 else {}  # of addcmul_ and addcdiv_
+        _answer(write, (tensor, *operands), {**kwargs, **options})
 
 
 def _name_of(func: Any) -> str:
@@ -312,11 +345,15 @@ def _write(
     tensor = guarded[0]
     if operation == "data=" and len(guarded) > 1:  # `tensor.data += 1` assigns what it has written to itself
         return None
+    if guard.reader is not None:
+        guard.reader.begin_write(guard)
+        guard = guard_of(tensor) or guard  # which has parts, if a plan has begun by that
     is_fresh = _KINDS.get(operation) == "fresh" or getattr(func, "__module__", None) == _INITIALIZERS
     if operation == "__setitem__" and _is_everything(args[1]):
         is_fresh, func, args = True, lambda target, value: target.__setitem__(..., value), (args[0], args[2])
     if operation == "data=":
         func = Tensor.copy_
+        guard.part_from_aliases(tensor)
     if guard.is_view and guard.reader is not None:
         guard.reader.write(tensor, func, args[1:], kwargs)
     elif guard.cut is None:

@@ -40,15 +40,18 @@ from polylane.script.loading.input_layout import BatchDim
 from polylane.script.loading.loaded_batch import BatchSites, LoadedBatch, find_readers, read_whole, without_batch_size
 from polylane.script.loading.loader_shares import LoaderShares, share_loader
 from polylane.script.model_results import ModelCall
+from polylane.script.model_state.asked_gradients import AskedGradients
+from polylane.script.model_state.module_weights import ModuleWeights
+from polylane.script.model_state.parameters import PreparedParameters
+from polylane.script.model_state.updates import ScriptUpdates
 from polylane.script.optimizer_calls import take_over
-from polylane.script.parameters import PreparedParameters
 from polylane.script.recorded_calls import Result, outside_inference
 from polylane.script.recording import NeedsValues, Recording, line_of_script
 from polylane.script.resuming.loader import LoopObserver
 from polylane.script.role import ScriptRole
 from polylane.script.tape import Models, find_differentiated
 from polylane.script.tape_runner import TapeRunner
-from polylane.script.training import ScriptUpdates
+from polylane.script.training import TapeRun
 
 MOST_DEFERRED = 50  # functions in a chain, such as a running sum of losses, before their values are asked for
 
@@ -68,6 +71,7 @@ class TrainingLoop:
         runner: runs what is recorded.
         recording: finds what calls return.
         progress: where the script is in its loops, if checkpoints are saved or gone on from.
+        weights: the state dicts and gradients of modules.
         loader_shares: what workers read of the loaders that are read in parts.
     """
 
@@ -97,10 +101,17 @@ class TrainingLoop:
         self._trained = {o: frozenset(owners[id(p)] for p in _parameters_of(o)) for o in planned}
         self.loader_shares, self._sites = list[LoaderShares](), BatchSites()
         self.runner = TapeRunner(world, models, self._trained, plan, batch_dim)
-        self.recording = Recording(self, models, self.runner.written_lines)
+        self.recording, self.weights = Recording(self, models, self.runner.written_lines), ModuleWeights(self.runner)
         self._parameters = self.runner.parameters = PreparedParameters(
-            self.runner.models, optimizers, self._defer_parameter, self._value_of, self.runner.record_write, world
+            self.runner.models,
+            optimizers,
+            self._defer_parameter,
+            self._value_of,
+            self.runner.updates.record_write,
+            world,
+            self.runner.pending,
         )
+        self.runner.optimizers.track()
 
     @property
     def world(self) -> World:
@@ -128,6 +139,10 @@ class TrainingLoop:
                 attributes = self.recording.list_assigned(target)
                 watched = watched._replace(assigned=attributes)
                 result = self._record(None, args, kwargs, watched)
+        if (call := self.recording.latest).live_results():
+            self.runner.pending.add(call)
+        elif call.touched.is_written:  # a method that leaves its results in buffers
+            self.runner.run_on_whole(call, *tree_map_only(Tensor, self._value_of, (tuple(args), dict(kwargs))))
         if not torch.is_grad_enabled():
             self.runner.run_forward([Result(tensor.call, tensor.position) for tensor in list_deferred(result)])
             result = tree_map_only(DeferredTensor, self._value_of, result)
@@ -139,6 +154,8 @@ class TrainingLoop:
 
     def record(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Record a function of deferred tensors; one whose result depends on their numbers is run instead."""
+        if (question := AskedGradients.of_call(func, args, kwargs, self._parameters.names)) is not None:
+            return self._answer_gradients(question)
         func, args = without_batch_size(func, args, kwargs)
         if self.loader_shares and self._sites.must_compute(func, args, kwargs):
             return self.compute(func, args, kwargs)
@@ -167,7 +184,7 @@ class TrainingLoop:
         values: Sequence[Tensor] | None = None,
     ) -> Any:
         with outside_inference():
-            result = self.recording.record(func, args, kwargs, target, self.runner.updates, values)
+            result = self.recording.record(func, args, kwargs, target, self.runner.updates.count, values)
         call = next((leaf.call for leaf in list_deferred(result)), None)
         if call is not None:
             self.runner.live.add(call)
@@ -279,86 +296,57 @@ class TrainingLoop:
         result = Result(root.call, root.position)
         if not result.is_loss:
             raise RuntimeError("backward() can be called on a scalar loss that depends on parameters")
-        run, position = result.call.runs.get(result.position, (None, None))
         with self.runner.running():  # once, for guards are taken off and put on again
-            if run is None or position is not None:
-                run = self.runner.run_loss(result)
+            run = self._run_of(result)
             if run.is_accumulated and result.call.is_released:
                 raise RuntimeError(
                     "backward() was called before on this loss: pass retain_graph=True to the first call"
                 )
+            hooked = self._parameters.list_hooked(run.list_trained())
             self.runner.accumulate(run, keeps=bool(retain_graph))
         if self.progress is not None:
             self.progress.note_backward()
         if not retain_graph:
-            for call in find_differentiated(result):
-                call.is_released = True
+            self._release_graph(result)
         self.runner.live.forget_dead()
+        for parameter in hooked:
+            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(parameter)
+
+    def _run_of(self, loss: Result) -> TapeRun:
+        """Return the run of a loss, which is made now if there is none."""
+        run, position = loss.call.runs.get(loss.position, (None, None))
+        return self.runner.run_loss(loss) if run is None or position is not None else cast(TapeRun, run)
+
+    def _release_graph(self, loss: Result) -> None:
+        for call in find_differentiated(loss):
+            call.is_released = True
+
+    @collective("torch.autograd.grad")
+    def _answer_gradients(self, question: AskedGradients) -> tuple[Tensor | None, ...]:
+        """Return gradients of a loss by parameters, which are not added to those that these have."""
+        with self.runner.running():
+            gradients = self._run_of(question.loss).read_gradients(question.names)
+        if not question.keeps_graph:
+            self._release_graph(question.loss)
+        return question.answer(gradients)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step an optimizer on what this worker holds of the parameters."""
-        loss = None
+        loss, optimizers = None, self.runner.optimizers
+        optimizers.call_hooks(optimizer, "pre")
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.runner.step(optimizer)
+        optimizers.call_hooks(optimizer, "post")
         if self.progress is not None:
             self.progress.note_step()
         return loss
 
-    # ---- weights -----------------------------------------------------------------------------------------------------
-
-    def _prefix(self, target: ModelCall) -> str:
-        """Return what names of a module's tensors begin with, of those of all models."""
-        return ".".join(filter(None, (self.runner.models.child_name(target.model), target.path))) + "."
-
-    def zero_grad(self, target: ModelCall) -> None:
-        """Clear the gradients of a module's parameters."""
-        prefix, module = self._prefix(target), self._models[target.model].get_submodule(target.path)
-        with self.runner.running():
-            self._clear_gradients([prefix + name for name, _ in module.named_parameters()])
-            module.zero_grad()
-
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Clear the gradients of an optimizer's parameters."""
-        self._clear_gradients(self._names[optimizer])
-
-    def _clear_gradients(self, names: Sequence[str]) -> None:
-        if self.runner.job is not None:
-            self.runner.role.clear_gradients(names)
-
-    @collective("model.state_dict")
-    def state_dict(self, target: ModelCall) -> dict[str, Any]:
-        """Return the state of a module, whole on every worker; collective under a plan."""
-        with self.runner.running():
-            tensors = self._models[target.model].get_submodule(target.path).state_dict()
-        prefix, state = self._prefix(target), {} if self.runner.job is None else self.runner.job.state_dict()
-        # In the module's own dict, with its versions and with what is no tensor.
-        for name, value in tensors.items():
-            if isinstance(value, Tensor):
-                full = state.get(prefix + name)
-                tensors[name] = value.detach().clone() if full is None else full.to(value.device)
-        return tensors
-
-    def load_state_dict(self, target: ModelCall, state: Mapping[str, Tensor], strict: bool) -> Any:
-        """Load the state of a module, the same on every worker, each of which takes its part."""
-        module = self._models[target.model].get_submodule(target.path)
-        if self.runner.job is None:
-            with self.runner.running():
-                return module.load_state_dict(state, strict)
-        with self.runner.running():
-            tensors = module.state_dict(keep_vars=True)
-        names = tensors.keys()
-        missing, unexpected = sorted(names - state.keys()), sorted(state.keys() - names)
-        if strict and (missing or unexpected):
-            raise RuntimeError(f"load_state_dict: missing keys: {missing}; unexpected keys: {unexpected}")
-        prefix = self._prefix(target)
-        # By tensor: a state may have one name of several that are tied.
-        values = {id(tensor): state[name] for name, tensor in tensors.items() if name in state}
-        new_values = {prefix + name: values[id(tensor)] for name, tensor in tensors.items() if id(tensor) in values}
-        full = self.runner.job.state_dict() | new_values
-        self.runner.job.load_state_dict(full)
-        return nn.Module().load_state_dict({})._replace(missing_keys=missing, unexpected_keys=unexpected)
+        self.weights.clear_gradients(self._names[optimizer])
 
     @property
     def modes(self) -> tuple[bool, ...]:
@@ -373,6 +361,7 @@ class TrainingLoop:
             shares.read_whole("")
         for result in runner.live.list_unsettled():
             runner.value_of(result)
+        runner.pending.settle_models(range(len(self._models)))
         if runner.job is not None:
             optimizers = [optimizer for optimizer in self._names if optimizer not in self._by_hand]
             states = [optimizer.state_dict() for optimizer in optimizers]
@@ -382,6 +371,8 @@ class TrainingLoop:
                 runner.role.release_model(state | {name: runner.role.read_value(name) for name in elsewhere})
         assert runner.parameters is not None
         runner.parameters.release()
+        with runner.running():
+            runner.optimizers.release()
         runner.is_running = True  # for good: from now on the calls of models and optimizers are their own
         if runner.job is not None:
             for optimizer, whole_state in zip(optimizers, states, strict=True):

@@ -30,6 +30,7 @@ from polylane.graph.python_state.forward_hooks import (
 from polylane.graph.python_state.random_generators import generators_kept
 from polylane.runtime.stale_weights import allow_own_calls
 from polylane.script.deferred import DeferredTensor, Spec, unflatten_arguments
+from polylane.script.model_state.touched_state import StateStamp, TouchedState
 
 MOST_TRIALS = 8  # attributes that are tried one by one
 VALUES_NEEDED = DataDependentOutputException, DynamicOutputShapeException
@@ -77,25 +78,36 @@ class _CalledModel(nn.Module):
     def __init__(self, model: nn.Module, target: ModelCall) -> None:
         super().__init__()
         self.model, self.target = model, target
+        self.replaced_buffers = set[str]()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        target = self.target._replace(model=0, watched=(), assigned=())
-        return self.target.watch(self.model, lambda: target.run([self.model], args, kwargs), checks=True)
+        target, buffers = self.target._replace(model=0, watched=(), assigned=()), dict(self.model.named_buffers())
+        result = self.target.watch(self.model, lambda: target.run([self.model], args, kwargs), checks=True)
+        new_buffers = dict(self.model.named_buffers())
+        self.replaced_buffers |= {name for name, buffer in buffers.items() if new_buffers.get(name) is not buffer}
+        return result
 
 
-class DrawWatch(TorchDispatchMode):
-    """Sees whether an operator draws random numbers.
+class CallWatch(TorchDispatchMode):
+    """Sees whether an operator draws random numbers, and what operators compute with.
 
     Attributes:
         has_drawn: whether one has, since this was set to False.
+        used_ids: ids of the tensors that operators have taken, since this was emptied.
+        written_ids: ids of running statistics that they have moved.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.has_drawn = False
+        self.has_drawn, self.used_ids, self.written_ids = False, set[int](), set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        self.used_ids.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        if "batch_norm" in func.__name__ and any(
+            arg is True for arg in args
+        ):  # torch counts no versions of running statistics
+            self.written_ids.update(map(id, args[3:5]))
         return func(*args, **(kwargs or {}))
 
 
@@ -141,11 +153,15 @@ class ModelResults:
     Args:
         models: the models of the script, in order, whole.
         mode: the mode in which fake tensors are made.
-        watch: sees whether the calls draw random numbers.
+        watch: sees whether the calls draw random numbers, and which buffers they take.
+
+    Attributes:
+        touched: what the last call of a model that was tried has read and written besides its parameters.
     """
 
-    def __init__(self, models: Sequence[nn.Module], mode: FakeTensorMode, watch: DrawWatch) -> None:
+    def __init__(self, models: Sequence[nn.Module], mode: FakeTensorMode, watch: CallWatch) -> None:
         self._models, self._mode, self._watch = models, mode, watch
+        self.touched = TouchedState()
         # Before a plan takes the parameters apart: their shapes are those of the whole model.
         self._fakes: list[dict[str, Tensor]] = [
             {f"model.{name}": mode.from_tensor(tensor) for name, tensor in (*m.named_parameters(), *m.named_buffers())}
@@ -223,12 +239,20 @@ class ModelResults:
         self, target: ModelCall, tensors: dict[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         model, old_tensors = self._models[target.model], list_tensors(self._models[target.model])
+        called, stamp = _CalledModel(model, target), StateStamp(model)
+        versions = {name: tensor._version for name, tensor in tensors.items()}
+        self._watch.used_ids.clear()
+        self._watch.written_ids.clear()
 
         def call() -> Any:
             with allow_own_calls():
-                return functional_call(_CalledModel(model, target), tensors, tuple(args), dict(kwargs))
+                return functional_call(called, tensors, tuple(args), dict(kwargs))
 
         result = call()
+        changed_python = (new_stamp := StateStamp(model)).list_changed(stamp)
+        used = {name for name, tensor in tensors.items() if id(tensor) in self._watch.used_ids}
+        moved = {name for name, tensor in tensors.items() if id(tensor) in self._watch.written_ids}
+        written = moved | {name for name, tensor in tensors.items() if tensor._version != versions[name]}
         assigned = self._assigned.setdefault(target._replace(watched=(), assigned=()), {})
         changed = [key for key, tensor in list_tensors(model).items() if tensor is not old_tensors.get(key)]
         if new := [key for key in changed if key not in assigned]:
@@ -237,6 +261,16 @@ class ModelResults:
             assigned |= dict.fromkeys(new, is_unread)
             if not is_unread and 1 < len(new) <= MOST_TRIALS:
                 assigned |= {key: _succeeds(call, attributes_unread(model, [key])) for key in new}
+        if changed_python := {key: label for key, label in changed_python.items() if not assigned.get(key)}:
+            _succeeds(call, nullcontext())  # once more: caches have settled by now
+            settled = changed_python.keys() - StateStamp(model).list_changed(new_stamp).keys()
+            changed_python = {key: label for key, label in changed_python.items() if key not in settled}
+        buffers = {name for name, _ in model.named_buffers()}
+        read_names, written_names = (
+            frozenset(name.removeprefix("model.") for name in names) & buffers
+            for names in (used, written | {f"model.{name}" for name in called.replaced_buffers})
+        )
+        self.touched = TouchedState(read_names, written_names, changed_python)
         return result
 
     def list_assigned(self, target: ModelCall) -> tuple[Attribute, ...]:

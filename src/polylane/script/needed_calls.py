@@ -42,6 +42,12 @@ def collect_calls(
                 "in a second step of the plan: call backward() once for the sum of the losses, and ask for values "
                 "behind it"
             )
+        if call.has_run and call.touched.python:
+            raise PolylaneError(
+                f"{call.line}: the forward keeps state in Python ({', '.join(call.touched.python.values())}), and "
+                "would run a second time, as its result was asked for before the loss was there: ask for values "
+                "behind backward(), or return them from the forward"
+            )
         needed[call.number] = call
         for leaf in call.leaves:
             if isinstance(leaf, Result) and not _becomes_input(leaf, value_of, is_forward):

@@ -51,11 +51,11 @@ def take_over(optimizer: torch.optim.Optimizer, loop: SteppingLoop) -> None:
 
     @functools.wraps(plain_state_dict)
     def state_dict() -> dict[str, Any]:
-        return loop.runner.call_with_whole_state(optimizer, plain_state_dict)
+        return loop.runner.optimizers.call_with_whole_state(optimizer, plain_state_dict)
 
     @functools.wraps(plain_load_state_dict)
     def load_state_dict(state: dict[str, Any]) -> None:
-        loop.runner.load_whole_state(optimizer, lambda: plain_load_state_dict(state))
+        loop.runner.optimizers.load_whole_state(optimizer, lambda: plain_load_state_dict(state))
 
     # Methods, not functions: a scheduler made after this one wraps the function of the method that it finds.
     optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]

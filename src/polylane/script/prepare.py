@@ -25,12 +25,12 @@ from polylane.script.loading.input_layout import BatchDim
 from polylane.script.loading.loader_shares import divides_batches
 from polylane.script.loop import TrainingLoop
 from polylane.script.model_results import ModelCall
+from polylane.script.model_state.updates import ScriptUpdates
 from polylane.script.prepared_model import PreparedModel
 from polylane.script.resuming.loader import LoopObserver, follow_loader
 from polylane.script.resuming.shared_saves import share_saves
 from polylane.script.session import RANK_VARIABLE, current_session
 from polylane.script.start import read_plan
-from polylane.script.training import ScriptUpdates
 from polylane.verify.audit import AuditMode
 
 T = TypeVar("T")

@@ -15,6 +15,9 @@ from torch.utils._pytree import tree_leaves
 from polylane.errors import PolylaneError
 from polylane.script.loop import TrainingLoop
 from polylane.script.model_results import ModelCall
+from polylane.script.model_state.pending_calls import PendingCalls
+
+_FIXED = "a prepared model keeps its own modules, parameters and buffers"
 
 
 class _FixedTensors(dict[str, Any]):
@@ -22,8 +25,8 @@ class _FixedTensors(dict[str, Any]):
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise PolylaneError(
-            "a prepared model keeps its own parameters and buffers: call torch.func.functional_call with a copy "
-            "(copy.deepcopy(model)), and register tensors before prepare()"
+            f"{_FIXED}: call torch.func.functional_call with a copy (copy.deepcopy(model)), and register tensors "
+            "before prepare()"
         )
 
     __setitem__ = __delitem__ = _refuse
@@ -62,6 +65,7 @@ class PreparedModel(nn.Module):
         module = self.__dict__["_polylane_module"]
         if self._polylane_prefix and name == "_orig_mod":
             return PreparedModel(self._polylane_loop, self._polylane_call, module)
+        self._pending.begin_read_python(self._polylane_call.model, self._polylane_call.path, name)
         value = getattr(module, name)
         if name in ("_parameters", "_buffers"):
             return _FixedTensors(value)
@@ -78,6 +82,7 @@ class PreparedModel(nn.Module):
         def call(*args: Any, **kwargs: Any) -> Any:
             is_given = any(isinstance(value, Tensor) for value in tree_leaves((args, kwargs)))
             if not is_given or self._polylane_loop.runner.is_running:
+                self._pending.begin_read_python(self._polylane_call.model)
                 return method(*args, **kwargs)
             return self._polylane_loop.call_model(self._polylane_call._replace(method=name), args, kwargs)
 
@@ -90,10 +95,30 @@ class PreparedModel(nn.Module):
                 f"{name} of a prepared model is replaced by a module with other parameters, which neither its "
                 "optimizer nor its plan has: replace it before the optimizer is made and before prepare()"
             )
-        setattr(self._polylane_module, name, value)
+        module = self._polylane_module
+        buffer = module._buffers.get(name)
+        if isinstance(buffer, Tensor) and isinstance(value, Tensor) and buffer.shape == value.shape:
+            with torch.no_grad():  # programs have the tensor that is there
+                buffer.copy_(value)
+        elif isinstance(value, nn.Parameter):
+            self._refuse_to_change(name)
+        elif name not in vars(module) or vars(module)[name] is not value:
+            self._pending.begin_write(self._polylane_call.model)
+            setattr(module, name, value)
 
     def __delattr__(self, name: str) -> None:
         delattr(self._polylane_module, name)
+
+    @property
+    def _pending(self) -> PendingCalls:
+        pending: PendingCalls = self._polylane_loop.runner.pending
+        return pending
+
+    def _refuse_to_change(self, name: Any, *_: Any, **__: Any) -> Any:
+        self._polylane_loop.refuse(f"{_FIXED}, and {name} would be another: replace or register it before prepare()")
+
+    register_buffer = register_parameter = register_module = add_module = _refuse_to_change
+    __setitem__ = __delitem__ = _refuse_to_change
 
     def __getitem__(self, key: Any) -> Any:
         """Return a module of a container (``model[0]``), or a container of some (``model[:2]``)."""
@@ -160,6 +185,7 @@ class PreparedModel(nn.Module):
         yield from self._polylane_module.named_buffers(prefix, *args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        self._pending.begin_read_python(self._polylane_call.model)
         yield from self._polylane_module.named_modules(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
@@ -167,7 +193,7 @@ class PreparedModel(nn.Module):
             yield name, getattr(self, name)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        state = self._polylane_loop.state_dict(self._polylane_call)
+        state = self._polylane_loop.weights.state_dict(self._polylane_call)
         prefix += self._polylane_prefix
         if destination is None and not prefix:
             return state
@@ -178,16 +204,16 @@ class PreparedModel(nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         if self._polylane_prefix:
             state_dict = {name.removeprefix(self._polylane_prefix): value for name, value in state_dict.items()}
-        return self._polylane_loop.load_state_dict(self._polylane_call, state_dict, strict)
+        return self._polylane_loop.weights.load_state_dict(self._polylane_call, state_dict, strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._polylane_loop.zero_grad(self._polylane_call)
+        self._polylane_loop.weights.zero_grad(self._polylane_call)
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy of the script's module, with whole weights, that is not prepared; collective."""
-        state = self._polylane_loop.state_dict(self._polylane_call)
+        state = self._polylane_loop.weights.state_dict(self._polylane_call)
         tensors = {**dict(self._polylane_module.named_parameters()), **dict(self._polylane_module.named_buffers())}
         with self._polylane_loop.runner.running():
             for name, tensor in tensors.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from polylane.graph.python_state.forward_hooks import list_modules
 from polylane.script.deferred import DeferredTensor, Recorder, Spec, plain_tensors
 from polylane.script.loading.loaded_batch import LoadedBatch, LoaderReads
 from polylane.script.model_results import ModelCall
+from polylane.script.model_state.touched_state import NOTHING, TouchedState
 
 
 class Result(NamedTuple):
@@ -135,7 +136,10 @@ class RecordedCall:
         depth: length of the longest chain of functions, whose values are not known, that leads here from a run.
         replaced: a tensor of the script's, to whose name ``+=`` has bound the result; None for other calls.
         flags: for each module of the model that is called, whether it was training; None for a function.
+        trained: for each of its parameters, whether it required a gradient; None for a function.
+        touched: what else of the model the call reads and writes.
         is_released: whether ``backward()`` has gone through the call, which cannot be differentiated again.
+        is_outdated: whether the script has written what the call reads, so that it cannot be run any more.
         memory: what views among its results share memory with, as of :attr:`Result.memory`; empty where there are none.
         loaded: the batch of a loader that the results are; None for other calls.
         readers: how the loaders are read from whose batches alone it computes; empty for calls of models, and behind.
@@ -159,7 +163,10 @@ class RecordedCall:
     draws: bool = False
     depth: int = 0
     is_released: bool = False
+    is_outdated: bool = False
     flags: tuple[bool, ...] | None = None
+    trained: tuple[bool, ...] | None = None
+    touched: TouchedState = NOTHING
     replaced: weakref.ref[Tensor] | None = None
     memory: frozenset[tuple[int, int] | None] = frozenset()
     loaded: LoadedBatch | None = None
@@ -170,16 +177,22 @@ class RecordedCall:
         """Whether it computes from batches of which each worker has read its samples, and may compute on these."""
         return bool(self.readers) and not any(reader.reads_whole for reader in self.readers)
 
-    def share_memory(self) -> None:
-        """Record that there are views among the results."""
+    def find_memory(self) -> frozenset[tuple[int, int] | None]:
+        """Return what views among the results share memory with."""
         is_of_others = self.target is not None or any(isinstance(leaf, Use) for leaf in self.leaves)
         shared = frozenset[tuple[int, int] | None]([None] if is_of_others else [])
-        self.memory = shared.union(*(argument.memory for argument in self.arguments))
+        return shared.union(*(argument.memory for argument in self.arguments))
 
     @property
     def line(self) -> str:
         """File and line of the script, as text."""
         return "{}:{}".format(*self.origin)
+
+    @property
+    def model(self) -> int:
+        """Number of the model that is called."""
+        assert self.target is not None
+        return self.target.model
 
     @property
     def is_parameter(self) -> bool:
@@ -208,7 +221,7 @@ class RecordedCall:
 
 
 def in_recorded_modes(models: Sequence[nn.Module], calls: Sequence[RecordedCall]) -> Any:
-    """Return a context manager: the models are in training mode or not, as they were when the calls were recorded.
+    """Return a context manager: the models are in training mode or not, and frozen, as when the calls were recorded.
 
     Args:
         models: the models of the script, in order.
@@ -225,23 +238,38 @@ def in_recorded_modes(models: Sequence[nn.Module], calls: Sequence[RecordedCall]
                 f"{call.line}: a tensor that is written in place is also known by another name, or inside of a "
                 "container, which would keep its old value: write total = total + loss"
             )
-        if call.target is not None and call.flags != recorded.setdefault(call.target.model, call).flags:
+        if call.target is None:
+            continue
+        first_call = recorded.setdefault(call.model, call)
+        if call.flags != first_call.flags or call.trained != first_call.trained:
+            kind = "in other modes of training" if call.flags != first_call.flags else "with other frozen parameters"
             raise PolylaneError(
-                f"{call.line}: a model is called in other modes of training than at "
-                f"{recorded[call.target.model].line}, in one step: call backward(), or ask for the value, between "
-                "train() and eval()"
+                f"{call.line}: a model is called {kind} than at {first_call.line}, in one step: call backward(), or "
+                "ask for the value, between the changes"
             )
     pairs = (zip(list_modules(models[number]), call.flags or (), strict=False) for number, call in recorded.items())
-    return in_training_modes([pair for of_model in pairs for pair in of_model])
+    stack = ExitStack()
+    stack.enter_context(in_training_modes([pair for of_model in pairs for pair in of_model]))
+    # What is thawed after the call has no part in its graph; what is frozen after it gets no gradient either.
+    for number, call in recorded.items():
+        for parameter, was_trained in zip(_list_parameters(models[number]), call.trained or (), strict=False):
+            if parameter.requires_grad and not was_trained:
+                parameter.requires_grad_(False)
+                stack.callback(parameter.requires_grad_)
+    return stack
 
 
 def read_flags(model: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     """Return for each module whether it is training, and for each parameter whether it requires gradients."""
     with plain_tensors():  # the script's parameters are guarded, and would answer one by one
-        modules = list_modules(model)
-        tables = [module._parameters.values() for module in modules]
-        trained = tuple(parameter.requires_grad for table in tables for parameter in table if parameter is not None)
-    return tuple([module.training for module in modules]), trained
+        trained = tuple([parameter.requires_grad for parameter in _list_parameters(model)])
+    return tuple([module.training for module in list_modules(model)]), trained
+
+
+def _list_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a model, those that are tied as often as they are there."""
+    tables = [module._parameters.values() for module in list_modules(model)]
+    return [parameter for table in tables for parameter in table if parameter is not None]
 
 
 class LiveCalls:
@@ -274,6 +302,10 @@ class LiveCalls:
         losses = [result for result in results if result.is_loss]
         users = (loss for loss in losses if _depends_on(loss.call, call))
         return next(users, next((loss for loss in losses if _depends_on(call, loss.call)), None))
+
+    def is_needed(self, call: RecordedCall) -> bool:
+        """Return whether the script holds results of a call, or what follows from these."""
+        return any(_depends_on(user, call) for user in self._calls if user.live_results())
 
     def list_unsettled(self) -> list[Result]:
         """Return results of models and parameters that were not computed: a step would change their values."""

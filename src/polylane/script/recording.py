@@ -32,7 +32,8 @@ from polylane.script.deferred import (
     unflatten_arguments,
 )
 from polylane.script.loading.loaded_batch import LoadedBatch, LoaderReads
-from polylane.script.model_results import VALUES_NEEDED, DrawWatch, ModelCall, ModelResults
+from polylane.script.model_results import VALUES_NEEDED, CallWatch, ModelCall, ModelResults
+from polylane.script.model_state.touched_state import NOTHING, TouchedState
 from polylane.script.recorded_calls import Modes, RecordedCall, Result, Use, read_flags
 
 
@@ -43,7 +44,12 @@ class Recording:
         recorder: what deferred tensors ask for their values.
         models: the models of the script, in order.
         is_written: by a line of the script, whether it has written in place into what was an argument there; shared.
+
+    Attributes:
+        latest: the call that was recorded last.
     """
+
+    latest: RecordedCall
 
     def __init__(self, recorder: Recorder, models: Sequence[nn.Module], is_written: dict[str, bool]) -> None:
         self._recorder, self._models, self._is_written = recorder, models, is_written
@@ -53,7 +59,7 @@ class Recording:
         self._known = dict[Any, _KnownCall]()
         self._forms = dict[Any, int]()  # numbers of the forms without sizes
         self._number, self._numbers = 0, NumbersBySite()
-        self._watch = DrawWatch()
+        self._watch = CallWatch()
         self._model_results = ModelResults(models, self._mode, self._watch)
         self._batches = dict[ArgumentForm, Tensor]()  # metadata of loaders' batches
 
@@ -102,15 +108,14 @@ class Recording:
         call = RecordedCall(
             self._recorder, self._number, func, target, uses, spec, modes, entry.number, results, origin, updates
         )
-        call.draws, call.flags = entry.draws, flags
-        if entry.has_views:
-            call.share_memory()
+        call.draws, call.flags, call.trained, call.touched = entry.draws, flags, trained, entry.touched
+        call.memory = call.find_memory() if entry.has_views else call.memory
         arguments = list(call.arguments)
         if func is not None and all(argument.call.readers for argument in arguments):
             call.readers = frozenset[LoaderReads]().union(*(argument.call.readers for argument in arguments))
         call.depth = 1 + max((r.call.depth for r in call.arguments if r.position not in r.call.values), default=0)
         self._number += 1
-        tensors = _defer_results(call, entry.forms)
+        tensors, self.latest = _defer_results(call, entry.forms), call
         return tensors[0] if entry.spec.is_leaf() else tree_unflatten(tensors, entry.spec)
 
     def defer_batch(self, batch: LoadedBatch) -> list[Any]:
@@ -200,7 +205,8 @@ class Recording:
             sizeless = *form[:5], tuple(map(without_size, form[5])), tuple(map(without_size, forms))
             number = self._forms.setdefault(sizeless, len(self._forms))
             has_views = any(isinstance(result, Tensor) and result._is_view() for result in results)
-            self._known[form] = _KnownCall(number, results, forms, out_spec, self._watch.has_drawn, has_views)
+            touched = NOTHING if target is None else self._model_results.touched
+            self._known[form] = _KnownCall(number, results, forms, out_spec, self._watch.has_drawn, has_views, touched)
         return self._known[form]
 
     def _find_of_function(
@@ -322,6 +328,7 @@ class _KnownCall(NamedTuple):
         spec: how the results are nested.
         draws: whether the call draws random numbers.
         has_views: whether any of the results shares the memory of another tensor.
+        touched: what the call of a model reads and writes besides its parameters.
     """
 
     number: int
@@ -330,3 +337,4 @@ class _KnownCall(NamedTuple):
     spec: TreeSpec
     draws: bool
     has_views: bool
+    touched: TouchedState

@@ -46,6 +46,7 @@ class ScriptRole(TrainingRole):
         self.rows = BatchRows(self.shares, self.world, self._transport, self._prepared)
         self._with_gradient = set[str]()  # canonical names of the parameters that have one, on any worker
         self._stale_weights.let_script_read()
+        self._hooks.leaves_accumulated = True  # to the loop, where backward() is called
         self._binder.keeps_state = True  # in an evaluation, as where a script calls its model
         self.describe_script: Callable[[], dict[str, Any]] | None = None
 
@@ -249,6 +250,30 @@ class ScriptRole(TrainingRole):
         gradient = self._full_tensors.gradients([first_name], present=True)[first_name]
         assert gradient is not None
         return gradient
+
+    @allow_own_calls()
+    def read_gradients(self, computed: ComputedStep, names: Sequence[str], objective: str) -> dict[str, Tensor]:
+        """Return the gradients of a step that was computed, whole on every worker's device, by name; collective.
+
+        Args:
+            computed: the step, whose gradients parameters do not have yet.
+            names: of the parameters that are asked for; those that the step does not train are left out.
+            objective: name of the objective.
+        """
+        parameters = self._updates[objective].parameters
+        old_gradients = {parameter: parameter.grad for parameter in parameters}
+        for parameter in parameters:
+            parameter.grad = computed.gradients.get(parameter)
+        try:
+            trained_names = [
+                self._first_name(name) for name in names if self._first_name(name) in computed.trained_names
+            ]
+            gradients = self._full_tensors.gradients(list(dict.fromkeys(trained_names)))
+        finally:
+            for parameter, gradient in old_gradients.items():
+                parameter.grad = gradient
+        by_name = {name: gradients.get(self._first_name(name)) for name in names}
+        return {name: gradient.to(self.world.device) for name, gradient in by_name.items() if gradient is not None}
 
     def _holder(self, name: str) -> nn.Parameter | None:
         """Return what has this worker's part of a parameter's gradient."""

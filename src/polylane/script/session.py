@@ -25,7 +25,7 @@ from polylane.verify.audit import AuditMode
 
 if TYPE_CHECKING:
     from polylane.script.loop import TrainingLoop
-    from polylane.script.training import StepRecorder
+    from polylane.script.model_state.updates import StepRecorder
 
 PLAN_VARIABLE = "POLYLANE_PLAN"
 RANK_VARIABLE = "POLYLANE_RANK"  # which worker this is, for what a script does on one of them

@@ -8,9 +8,9 @@ after a run            a result of the run, or computed from its results
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from polylane.graph.argument_trees import flatten_tree
 from polylane.graph.python_state.forward_hooks import AssignedTensors, ForwardHooks
 from polylane.graph.python_state.random_generators import generators_kept
 from polylane.plan.plan import AnyPlan
-from polylane.runtime.checkpoint.gathered_optimizer import ParameterOrder, cut_state, having_whole_parameters
+from polylane.runtime.checkpoint.gathered_optimizer import ParameterOrder
 from polylane.runtime.progress.script_calls import collective
 from polylane.runtime.stale_weights import allow_own_calls
 from polylane.runtime.step_result import StepResult
@@ -28,8 +28,11 @@ from polylane.runtime.workers.world import World
 from polylane.script.deferred import plain_tensors, unflatten_arguments
 from polylane.script.loading.input_layout import BatchDim
 from polylane.script.loading.loaded_batch import NotDivided, TapeInput, gather_inputs, read_whole
+from polylane.script.model_state.optimizers import PreparedOptimizers
+from polylane.script.model_state.parameters import PreparedParameters
+from polylane.script.model_state.pending_calls import PendingCalls
+from polylane.script.model_state.updates import ScriptUpdates, StepRecorder, Updates
 from polylane.script.needed_calls import collect_calls, find_model_results
-from polylane.script.parameters import PreparedParameters
 from polylane.script.recorded_calls import (
     LiveCalls,
     RecordedCall,
@@ -48,15 +51,11 @@ from polylane.script.training import (
     PlainTraining,
     PlannedRun,
     PlannedTraining,
-    ScriptUpdates,
-    StepRecorder,
     TapeRun,
     Training,
 )
 from polylane.verify.audit import AuditMode
 from polylane.verify.audit.passes_audit import PassesAudit
-
-T = TypeVar("T")
 
 
 class TapeRunner:
@@ -76,11 +75,13 @@ class TapeRunner:
         hooks: the forward hooks of the models.
         assigned: what forwards have assigned to attributes of modules.
         live: the calls of which the script holds results.
+        pending: the calls of models that were not run.
         tapes: what was run so far, each form once.
         written_lines: by a line of the script, whether it writes in place into what was an argument there.
+        optimizers: the optimizers' hooks, and their states as the script sees them.
         job: the training under the plan; None before that.
         is_running: whether calls of the models are not recorded: for polylane's own, and for good once released.
-        updates: number of optimizer steps so far.
+        updates: the steps and writes of weights so far.
         recorder: records the steps under the plan; None: nobody does.
         steps: number of steps of the optimizer that has stepped most often, those before a resumed run among them.
     """
@@ -98,6 +99,7 @@ class TapeRunner:
         self.world, self._optimizers, self._plan, self._batch_dim = world, optimizers, plan, batch_dim
         self.hooks, self.assigned = ForwardHooks(models), AssignedTensors()
         self.models, self.live, self.tapes = Models(models), LiveCalls(), TapeBook()
+        self.pending = PendingCalls(self.live, self.run_loss, self.run_forward)
         self.written_lines = dict[str, bool]()
         self._plain = PlainTraining(models)
         self._training: Training = self._plain
@@ -107,9 +109,11 @@ class TapeRunner:
         self._results = list[StepResult]()  # of the backward passes since the last step
         self._resumed: SavedScript | None = None  # restored before the plan's programs were compiled
         self.steps, self._counts = 0, dict.fromkeys(optimizers, 0)
-        self._orders = dict[torch.optim.Optimizer, ParameterOrder]()
+        self.optimizers = PreparedOptimizers(
+            [optimizer for optimizer in optimizers if not isinstance(optimizer, ScriptUpdates)], self
+        )
         self.is_running = False
-        self.updates, self._stepped_at = 0, dict[int, int]()  # by model, the number of its last update
+        self.updates = Updates(self.models.numbers)
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
@@ -154,6 +158,11 @@ class TapeRunner:
         leaves = [self.value_of(leaf) if isinstance(leaf, Result) else leaf for leaf in call.leaves]
         args, kwargs = unflatten_arguments([x.tensor if isinstance(x, Use) else x for x in leaves], call.spec)
         assert call.func is not None
+        if call.func is torch.autograd.grad:
+            raise PolylaneError(
+                f"{call.line}: the value of a gradient is asked for that is part of no loss: take it of a loss, by "
+                "parameters (torch.autograd.grad(loss, parameters)), or of a copy (copy.deepcopy(model))"
+            )
         with torch.no_grad(), plain_tensors(), call.modes.cast():
             return flatten_tree(call.func(*args, **kwargs))[0]
 
@@ -170,11 +179,15 @@ class TapeRunner:
         """Return the value of a parameter that a call takes, whole; collective where workers hold parts."""
         assert call.target is not None
         assert self.parameters is not None
-        if self._stepped_at.get(call.target.model, 0) > call.updates:
-            self._refuse_stepped_call(call)
-        path = (self.models.child_name(call.target.model), call.target.path, str(call.leaves[0]))
+        self.updates.refuse_late([call])
         with self.running():
-            return self.parameters.value_of(".".join(filter(None, path))).clone()
+            return self.parameters.value_of(self.name_parameter(call)).clone()
+
+    def name_parameter(self, call: RecordedCall) -> str:
+        """Return the name of a parameter that a call takes, among those of all models."""
+        assert call.target is not None
+        path = (self.models.child_name(call.target.model), call.target.path, str(call.leaves[0]))
+        return ".".join(filter(None, path))
 
     def _run_for(self, result: Result) -> None:
         """Run a tape that computes a value: that of a loss of the script's which depends on it, if there is one."""
@@ -193,7 +206,9 @@ class TapeRunner:
     def run_loss(self, root: Result) -> TapeRun:
         """Run the forward and backward passes of a loss; the gradients wait for ``backward()``."""
         calls = collect_calls([root], self.value_of, self.written_lines)
-        self._refuse_stepped(calls)
+        if self.pending.run_earlier(calls):
+            calls = collect_calls([root], self.value_of, self.written_lines)
+        self.updates.refuse_late(calls)
         outputs = self.live.choose_outputs(calls, root)
         tape, inputs = self.tapes.find(calls, root, outputs)
         try:
@@ -217,12 +232,14 @@ class TapeRunner:
     def run_forward(self, results: Sequence[Result]) -> None:
         """Run a tape without a backward pass."""
         calls = collect_calls(results, self.value_of, self.written_lines, is_forward=True)
+        if self.pending.run_earlier(calls):
+            calls = collect_calls(results, self.value_of, self.written_lines, is_forward=True)
         outputs = list(dict.fromkeys(results))
         if not any(result.metadata.is_floating_point() for result in outputs):
             # What serves as the loss of the program.
             of_models = (Result(c, i) for c in calls if c.target is not None for i in range(len(c.results)))
             outputs += [r for r in of_models if isinstance(r.metadata, Tensor) and r.metadata.is_floating_point()]
-        self._refuse_stepped(calls)
+        self.updates.refuse_late(calls)
         tape, inputs = self.tapes.find(calls, None, outputs)
         try:
             with self.running(), in_recorded_modes(list(self.models.children()), calls):
@@ -233,6 +250,14 @@ class TapeRunner:
         else:
             self._record_run(run, calls, outputs)
 
+    @collective("model")
+    def run_on_whole(self, call: RecordedCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Make a call that returns nothing on every worker, on whole models; what it writes is kept."""
+        self.pending.settle_models([call.model])
+        with self.running(), nullcontext(self.models) if self.job is None else self.role.gathered_model() as models:
+            assert call.target is not None
+            call.target.run(list(models.children()), args, kwargs)
+
     def _record_run(self, run: TapeRun, calls: Sequence[RecordedCall], outputs: Sequence[Result]) -> None:
         # Each result has the memory of its own: a list of losses must not keep all else that their steps computed.
         for position, result in enumerate(outputs):
@@ -242,23 +267,6 @@ class TapeRunner:
             call.has_run = True
             self.written_lines.setdefault(call.line, False)
 
-    def _refuse_stepped(self, calls: Sequence[RecordedCall]) -> None:
-        """Refuse to differentiate a model's call with other weights than it was made with."""
-        for call in calls:
-            if call.target is not None and self._stepped_at.get(call.target.model, 0) > call.updates:
-                self._refuse_stepped_call(call)
-
-    def _refuse_stepped_call(self, call: RecordedCall) -> NoReturn:
-        raise PolylaneError(
-            f"what the model returned ({call.line}) is asked for after its optimizer's step(), or a write of its "
-            "weights, which are others by now: call backward() before that, or call the model again"
-        )
-
-    def record_write(self, name: str) -> None:
-        """Record that the script has written a parameter, by its name among those of all models."""
-        self.updates += 1
-        self._stepped_at[self.models.numbers[name.split(".")[0]]] = self.updates
-
     @contextmanager
     def running(self) -> Iterator[None]:
         """Context manager: calls of the models are polylane's own."""
@@ -267,8 +275,14 @@ class TapeRunner:
             return
         self.is_running = True
         try:
-            # Not under plain_tensors(): torch.export records sizes by proxies that answer functions of torch.
-            with outside_inference(), allow_own_calls(), self.hooks.taken_off(), self.assigned.taken_off():
+            # Torch's functions are handed over, wherever the script asks: torch.export has proxies for sizes.
+            with (
+                torch._C._EnableTorchFunction(),
+                outside_inference(),
+                allow_own_calls(),
+                self.hooks.taken_off(),
+                self.assigned.taken_off(),
+            ):
                 yield
         finally:
             self.is_running = False
@@ -287,8 +301,9 @@ class TapeRunner:
 
     def _start(self, tape: Tape, inputs: Sequence[TapeInput]) -> None:
         """Compile the plan's programs, and give each worker its part of what whole models have had so far."""
-        parameter_names = {id(parameter): name for name, parameter in self.models.named_parameters()}
-        self._orders = {optimizer: ParameterOrder.of(optimizer, parameter_names) for optimizer in self._optimizers}
+        parameters = dict(self.models.named_parameters())
+        parameter_names = {id(parameter): name for name, parameter in parameters.items()}
+        orders = {optimizer: ParameterOrder.of(optimizer, parameter_names) for optimizer in self._optimizers}
         trained = frozenset[int]().union(*self._optimizers.values())
         tapes, examples = self._plain.choose_examples(tape, gather_inputs(inputs), trained)
         joined = self.tapes.join(tapes)
@@ -310,6 +325,7 @@ class TapeRunner:
         role.take_gradients(gradients, OBJECTIVE)
         assert self.parameters is not None
         self.parameters.attach(role)
+        self.optimizers.attach(self.job, orders, parameters)
         layouts = {joined.number: [layout]}
         self._training = PlannedTraining(role, self.models.in_forward_mode, self._batch_dim, layouts, self.audit)
         self._plain.examples.clear()
@@ -324,31 +340,6 @@ class TapeRunner:
             self._results.append(run.computed.result)
 
     # ---- optimizers --------------------------------------------------------------------------------------------------
-
-    @collective("optimizer.state_dict")
-    def call_with_whole_state(self, optimizer: torch.optim.Optimizer, call: Callable[[], T]) -> T:
-        """Return what a function returns while an optimizer has the state of whole parameters; collective."""
-        if self.job is None or self.is_running:
-            return call()
-        with self.running():
-            order = self._orders[optimizer]
-            with having_whole_parameters(optimizer, order, self.job.optimizer_state(optimizer, order)):
-                return call()
-
-    def load_whole_state(self, optimizer: torch.optim.Optimizer, load: Callable[[], None]) -> None:
-        """Have a function load the state of whole parameters, of which each worker takes its part."""
-        if self.job is None or self.is_running:
-            load()
-            return
-        with self.running():
-            order = self._orders[optimizer]
-            with having_whole_parameters(optimizer, order, {}) as stand_ins:
-                load()
-                state = {name: optimizer.state[p] for name, p in stand_ins.items() if optimizer.state.get(p)}
-            optimizer.state.clear()
-            for name, part in self.role.parts_of(order).items():
-                if name in state:
-                    optimizer.state[part.parameter] = cut_state(state[name], part)
 
     def resume(self, saved: SavedScript) -> None:
         """Make the state of models and optimizers that of a checkpoint; collective."""
@@ -366,13 +357,13 @@ class TapeRunner:
         """Step an optimizer on what this worker holds of the parameters."""
         for result in self.live.list_unsettled():
             self.value_of(result)
+        self.pending.settle_models(self._optimizers[optimizer])
         with self.running():
             self._training.step(optimizer)
-        self.updates += 1
+        self.updates.record(self._optimizers[optimizer])
         if self.recorder is not None and self._results:
             self.recorder.add_step(self._results, optimizer)
         self._results = []
         self._counts[optimizer] += 1
         self.steps = max(self._counts.values())
-        self._stepped_at |= dict.fromkeys(self._optimizers[optimizer], self.updates)
         self.live.forget_dead()

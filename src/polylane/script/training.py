@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,12 @@ from polylane.graph.readings.batch_readings import ask_batches
 from polylane.graph.rounding_noise import nudge_values
 from polylane.runtime.pipeline.step_outputs import ComputedStep, StepOutputs
 from polylane.runtime.stale_weights import allow_own_calls
-from polylane.runtime.step_result import StepResult
 from polylane.samples.split_dependence import depends_on_split
 from polylane.script.loading.input_layout import UNDIVIDED, BatchDim, InputLayout, TapeLayout, try_layouts
 from polylane.script.loading.loaded_batch import LoadedRows, TapeInput, gather_inputs, shape_of
 from polylane.script.model_results import ModelCall
-from polylane.script.role import ScriptJob, ScriptRole, take_tape
-from polylane.script.tape import Tape, replay_tape
+from polylane.script.role import ScriptRole, take_tape
+from polylane.script.tape import Models, Tape, replay_tape
 from polylane.verify.audit.passes_audit import PassesAudit
 from polylane.verify.audit.step_replay import choose_tolerance, list_dtypes
 from polylane.verify.keyed_draws import KeyedDraws, list_draws
@@ -62,6 +61,14 @@ class TapeRun:
         """Add the gradients to those that the parameters have; keep them only for a further ``backward()``."""
         raise NotImplementedError
 
+    def read_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the gradients of parameters by name, whole on every worker, where they have any; collective."""
+        raise NotImplementedError
+
+    def list_trained(self) -> Collection[str]:
+        """Return the names of the parameters that get a gradient."""
+        raise NotImplementedError
+
     def select(self, position: int) -> TapeRun:
         """Return the same with the memory of one output alone, for whoever asks for that."""
         raise NotImplementedError
@@ -79,10 +86,6 @@ def _add_gradients(gradients: Mapping[nn.Parameter, Tensor], keeps: bool) -> Non
             parameter.grad = gradient.clone() if keeps else gradient
 
 
-class ScriptUpdates(torch.optim.SGD):
-    """Stands for a script's own updates of the weights in the training that a plan is compiled for; never steps."""
-
-
 class Training(Protocol):
     """What runs tapes."""
 
@@ -96,16 +99,6 @@ class Training(Protocol):
         """Step an optimizer on what this worker holds of the parameters."""
 
 
-class StepRecorder(Protocol):
-    """What keeps the losses and times of a script's steps."""
-
-    def begin(self, job: ScriptJob, steps: int) -> None:
-        """Take a training that has begun under its plan, after so many steps on whole models."""
-
-    def add_step(self, results: Sequence[StepResult], optimizer: torch.optim.Optimizer) -> None:
-        """Take a step of an optimizer: the results of the ``backward()`` calls whose gradients it used."""
-
-
 # ---- on whole models -------------------------------------------------------------------------------------------------
 
 
@@ -117,11 +110,13 @@ class PlainRun(TapeRun):
         value: the loss, a scalar tensor.
         outputs: the results besides the loss, by position.
         gradients: by parameter; empty where nothing was differentiated.
+        names: names of the parameters among those of all models.
     """
 
     value: Tensor
     outputs: dict[int, Tensor]
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    names: Mapping[nn.Parameter, str] = field(default_factory=dict)
 
     @classmethod
     def of_replay(cls, result: LossWithOutputs) -> PlainRun:
@@ -139,6 +134,12 @@ class PlainRun(TapeRun):
 
     def output(self, position: int, metadata: Tensor) -> Tensor:
         return self.outputs[position]
+
+    def read_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {self.names[p]: gradient for p, gradient in self.gradients.items() if self.names[p] in names}
+
+    def list_trained(self) -> Collection[str]:
+        return [self.names[parameter] for parameter in self.gradients]
 
     def accumulate(self, keeps: bool) -> None:
         _add_gradients(self.gradients, keeps)
@@ -168,6 +169,7 @@ class PlainTraining:
             gradients = torch.autograd.grad(result.loss, parameters, allow_unused=True)
         run = PlainRun.of_replay(result)
         run.gradients = {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
+        run.names = {parameter: name for name, parameter in Models(self.models).named_parameters()}
         return run
 
     def choose_examples(
@@ -226,6 +228,12 @@ class PlannedRun(TapeRun):
 
     def output(self, position: int, metadata: Tensor) -> Tensor:
         return self.outputs.gather(position, metadata.shape, metadata.dtype)
+
+    def read_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return self.role.read_gradients(cast(ComputedStep, self.computed), names, OBJECTIVE)
+
+    def list_trained(self) -> Collection[str]:
+        return () if self.computed is None else self.computed.trained_names
 
     def accumulate(self, keeps: bool) -> None:
         assert self.computed is not None

@@ -91,11 +91,13 @@ class GradientHooks:
         parameters: the parameters that the user's hooks are on, by canonical name.
         shapes: shapes of whole parameters by name, where some of those above may be parts.
         taken: hooks that are off at present, by the parameter's name.
+        leaves_accumulated: whether hooks on accumulated gradients are left to whoever accumulates them.
     """
 
     parameters: Mapping[str, nn.Parameter]
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     taken: dict[str, Hooks] = field(default_factory=dict)
+    leaves_accumulated: bool = False
 
     @contextmanager
     def taken_off(self) -> Iterator[None]:
@@ -145,7 +147,7 @@ class GradientHooks:
                 tensors[name],
                 (
                     {_SEED: _make_seeding(f"{seed} {step} {name}", partial(running.__setitem__, 0, name)), **hooks},
-                    post_hooks,
+                    {} if self.leaves_accumulated else post_hooks,
                 ),
             )
         try:
@@ -161,8 +163,9 @@ class GradientHooks:
             ) from error
         finally:
             for name in hooked:
-                self.taken[name] = _take_hooks(tensors[name])
-                self.taken[name][0].pop(_SEED)
+                hooks, post_hooks = _take_hooks(tensors[name])
+                hooks.pop(_SEED)
+                self.taken[name] = hooks, post_hooks or self.taken[name][1]
 
 
 def _make_seeding(key: str, begin: Callable[[], None]) -> Any:

@@ -43,8 +43,16 @@ class ParameterOrder:
         Args:
             optimizer: one of the script's, before any worker takes its part.
             names: names of all parameters, by their ids.
+
+        Raises:
+            PolylaneError: it has a parameter without a name.
         """
         groups, forms = optimizer.param_groups, dict[str, Any]()
+        if any(id(parameter) not in names for group in groups for parameter in group["params"]):
+            raise PolylaneError(
+                f"the {type(optimizer).__name__} has parameters that are not in a model any more, or never were: give "
+                "prepare() the models as they are trained, and replace no module behind it"
+            )
         for parameter in (parameter for group in groups for parameter in group["params"]):
             forms[names[id(parameter)]] = parameter.shape, parameter.dtype, parameter.device
         return cls(

@@ -124,8 +124,9 @@ def write_whole(
     """
     guard = guard_of(tensor)
     source: Tensor = guard.source if isinstance(guard, ViewGuard) else tensor
-    source_guard = guard_of(source)
-    assert source_guard is not None
+    if (source_guard := guard_of(source)) is None:  # an alias of memory that the tensor has no more
+        func(guard.take(source) if isinstance(guard, ViewGuard) else source, *args, **kwargs)
+        return
     full_tensor = values.read_value(source).clone()
     target = guard.take(full_tensor) if isinstance(guard, ViewGuard) else full_tensor
     func(target, *args, **kwargs)

@@ -17,8 +17,7 @@ reading one costs no message.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +31,7 @@ from polylane.runtime.parameters.guarded_views import ViewGuard, view_guarded, w
 from polylane.runtime.stale_weights import track_guards
 from polylane.runtime.workers.world import World
 from polylane.script.deferred import DeferredTensor, answer_call
+from polylane.script.model_state.pending_calls import PendingCalls
 from polylane.script.recording import line_of_script
 from polylane.script.role import ScriptRole
 
@@ -56,6 +56,10 @@ class PreparedParameters:
         compute: returns the value of a deferred tensor.
         record_write: is called with the name of a parameter that the script has written.
         world: this worker among all workers.
+        pending: the calls of models that were not run, which may read and write buffers.
+
+    Attributes:
+        names: names of the script's parameters, by their ids.
     """
 
     def __init__(
@@ -66,12 +70,13 @@ class PreparedParameters:
         compute: Callable[[Tensor], Tensor],
         record_write: Callable[[str], None],
         world: World,
+        pending: PendingCalls,
     ) -> None:
         self._record_write, self._known_optimizers = record_write, set(optimizers)
         self._tells = world.rank == 0 and world.size > 1
-        self._models, self._defer, self._compute = models, defer, compute
+        self._models, self._defer, self._compute, self._pending = models, defer, compute, pending
         self._role: ScriptRole | None = None
-        self._names = {id(parameter): name for name, parameter in models.named_parameters()}
+        self.names = {id(parameter): name for name, parameter in models.named_parameters()}
         self._guards = {
             parameter: Guard(name, "", parameter.shape, record_write=partial(self._note_write, name), reader=self)
             for name, parameter in models.named_parameters()
@@ -83,10 +88,13 @@ class PreparedParameters:
             for optimizer in optimizers
             for number, group in enumerate(optimizer.param_groups)
         ]
-        self._guarded_buffers = dict[Tensor, Guard]()
-        self._buffer_shapes = {name: buffer.shape for name, buffer in models.named_buffers()}
+        self._buffer_names = frozenset(name for name, _ in models.named_buffers())
+        self._guarded_buffers = {
+            buffer: Guard(name, "", buffer.shape, reader=self) for name, buffer in models.named_buffers()
+        }
         self._by_guard = {id(guard): parameter for parameter, guard in self._guards.items()}
         self._is_guarding, self._owner = False, nn.Module()
+        self._model_numbers = {name: number for number, (name, _) in enumerate(models.named_children())}
         track_guards(self._owner, self)
 
     def _note_write(self, name: str, is_fresh: bool) -> None:
@@ -102,22 +110,17 @@ class PreparedParameters:
                 )
 
     def attach(self, role: ScriptRole) -> None:
-        """Answer for the parts that workers hold from now on."""
+        """Answer for the parts that workers hold from now on, also by aliases that the script has taken before."""
         self._role = role
-        for parameter, guard in self._guards.items():
-            name = self._names[id(parameter)]
-            if role.is_part(name):
-                part = partial(role.local_part, name)
-                self._guards[parameter] = replace(guard, local=partial(role.local_tensor, name, parameter), cut=part)
-        self._by_guard = {id(guard): parameter for parameter, guard in self._guards.items()}
-        for name, buffer in self._models.named_buffers():
-            guard = Guard(name, "", self._buffer_shapes[name], reader=self)
-            if role.is_part(name):
-                local, cut = partial(role.local_tensor, name, buffer), partial(role.local_part, name)
-                guard = replace(guard, local=local, cut=cut)
-            if role.is_part(name) or role.is_elsewhere(name):
-                self._guarded_buffers[buffer] = guard
-            self._names[id(buffer)] = name
+        buffers = dict(self._models.named_buffers())
+        for tensor, guard in [*self._guards.items(), *self._guarded_buffers.items()]:
+            if role.is_part(guard.name):
+                # Of a buffer there may be another tensor now.
+                local_tensor = buffers.get(guard.name, tensor)
+                guard.local = partial(role.local_tensor, guard.name, local_tensor)
+                guard.cut = partial(role.local_part, guard.name)
+                if local_tensor is not tensor:
+                    self._guarded_buffers[local_tensor] = guard
 
     # ---- while the script runs ---------------------------------------------------------------------------------------
 
@@ -166,6 +169,15 @@ class PreparedParameters:
         self._guarded_buffers.clear()
         self._groups.clear()
 
+    def list_hooked(self, names: Collection[str]) -> list[nn.Parameter]:
+        """Return the parameters with hooks on their accumulated gradients, as torch reaches them: the last one first.
+
+        Args:
+            names: names of the parameters that have got a gradient.
+        """
+        hooked = [p for p, guard in self._guards.items() if p._post_accumulate_grad_hooks and guard.name in names]
+        return hooked[::-1]
+
     # ---- answers -----------------------------------------------------------------------------------------------------
 
     def read(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -187,6 +199,16 @@ class PreparedParameters:
         new_args, new_kwargs = tree_map(self.read_value, (tuple(args), kwargs))
         return func(*new_args, **new_kwargs)
 
+    def begin_write(self, guard: Guard) -> None:
+        """Run what reads a buffer, before the script writes it."""
+        if guard.name in self._buffer_names:
+            self._pending.begin_write(*self._locate(guard.name))
+
+    def _locate(self, name: str) -> tuple[int, str]:
+        """Return the number of a tensor's model, and the tensor's name in it."""
+        model, _, name_in_model = name.partition(".")
+        return self._model_numbers[model], name_in_model
+
     def write(self, tensor: Tensor, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Make a write that needs a whole parameter, or is one on a view of it."""
         write_whole(self, tensor, func, args, kwargs)
@@ -197,6 +219,8 @@ class PreparedParameters:
 
     def value_of(self, name: str) -> Tensor:
         """Return a parameter's or buffer's value, whole; collective where workers hold parts."""
+        if name in self._buffer_names:
+            self._pending.begin_read(*self._locate(name))
         tensor = self._tensor(name)
         if self._role is None or not (self._role.is_part(name) or self._role.is_elsewhere(name)):
             return tensor.detach().as_subclass(Tensor)
@@ -208,7 +232,7 @@ class PreparedParameters:
             return None
         if self._role is None or self._role.has_whole_gradients:
             return parameter.grad
-        name = self._names[id(parameter)]
+        name = self.names[id(parameter)]
         if not self._role.has_gradient(name):
             return None
         # Without memory: what a worker has of the gradient is found when it is asked for.
@@ -227,7 +251,7 @@ class PreparedParameters:
             if self._role is None or self._role.has_whole_gradients:
                 parameter.grad = gradient
             else:
-                self._role.set_gradient(self._names[id(parameter)], gradient)
+                self._role.set_gradient(self.names[id(parameter)], gradient)
         finally:
             put_guard(parameter, guard)
 
@@ -241,7 +265,7 @@ class PreparedParameters:
         if guard_of(value) is None:
             return value
         if torch.is_grad_enabled() and isinstance(value, nn.Parameter) and value.requires_grad:
-            return self._defer(self._names[id(value)])
+            return self._defer(self.names[id(value)])
         return self.read_value(value).clone()  # the script may write it before the call is run
 
     def read_value(self, value: Any) -> Any:

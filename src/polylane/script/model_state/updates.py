@@ -1,0 +1,72 @@
+"""Updates: a call of a model is of the weights that it was made with, and cannot be run behind a step or a write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn, Protocol
+
+import torch
+
+from polylane.errors import PolylaneError
+from polylane.runtime.step_result import StepResult
+from polylane.script.recorded_calls import RecordedCall
+from polylane.script.role import ScriptJob
+
+
+class ScriptUpdates(torch.optim.SGD):
+    """Stands for a script's own updates of the weights in the training that a plan is compiled for; never steps."""
+
+
+class StepRecorder(Protocol):
+    """What keeps the losses and times of a script's steps."""
+
+    def begin(self, job: ScriptJob, steps: int) -> None:
+        """Take a training that has begun under its plan, after so many steps on whole models."""
+
+    def add_step(self, results: Sequence[StepResult], optimizer: torch.optim.Optimizer) -> None:
+        """Take a step of an optimizer: the results of the ``backward()`` calls whose gradients it used."""
+
+
+class Updates:
+    """The updates of the models' weights so far.
+
+    Args:
+        numbers: numbers of the models, by the names with which those of their tensors begin.
+
+    Attributes:
+        count: number of optimizer steps and writes.
+    """
+
+    def __init__(self, numbers: Mapping[str, int]) -> None:
+        self.count = 0
+        self._numbers, self._latest = dict(numbers), dict[int, int]()  # by model, the number of its last update
+
+    def record(self, models: Iterable[int]) -> None:
+        """Record an optimizer step on the weights of models, or a write of them."""
+        self.count += 1
+        self._latest |= dict.fromkeys(models, self.count)
+
+    def record_write(self, name: str) -> None:
+        """Record that the script has written a parameter, by its name among those of all models."""
+        self.record([self._numbers[name.split(".")[0]]])
+
+    def refuse_late(self, calls: Iterable[RecordedCall]) -> None:
+        """Refuse to run a model's call with other weights, or another state, than it was made with.
+
+        Raises:
+            PolylaneError: one of the calls was made before an update of its model.
+        """
+        for call in calls:
+            if call.target is None:
+                continue
+            if self._latest.get(call.model, 0) > call.updates:
+                _refuse(call, "its optimizer's step(), or a write of its weights, which are others by now")
+            if call.is_outdated:
+                _refuse(call, "a write of its buffers or attributes, which are others by now")
+
+
+def _refuse(call: RecordedCall, event: str) -> NoReturn:
+    raise PolylaneError(
+        f"what the model returned ({call.line}) is asked for after {event}: call backward() before that, or call the "
+        "model again"
+    )
