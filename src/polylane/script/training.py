@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
 from typing import Any, Protocol, cast
 
 import torch
@@ -26,7 +25,7 @@ from polylane.graph.rounding_noise import nudge_values
 from polylane.runtime.pipeline.step_outputs import ComputedStep, StepOutputs
 from polylane.runtime.stale_weights import allow_own_calls
 from polylane.samples.split_dependence import depends_on_split
-from polylane.script.loading.input_layout import UNDIVIDED, BatchDim, InputLayout, TapeLayout, try_layouts
+from polylane.script.loading.input_layout import UNDIVIDED, BatchDim, TapeLayout, count_common, try_layouts
 from polylane.script.loading.loaded_batch import LoadedRows, TapeInput, gather_inputs, shape_of
 from polylane.script.model_results import ModelCall
 from polylane.script.role import ScriptRole, take_tape
@@ -392,11 +391,7 @@ class PlannedTraining:
     def _count_alike(self, layout: TapeLayout) -> int:
         """Return how many of the first inputs are laid out as in a tape before, or in this one at other sizes."""
         earlier_layouts = [earlier for layouts in self.layouts.values() for earlier in layouts]
-        return max((_count_common(layout.inputs or (), earlier.inputs or ()) for earlier in earlier_layouts), default=0)
+        return max((count_common(layout.inputs or (), earlier.inputs or ()) for earlier in earlier_layouts), default=0)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         self.role.update_weights(OBJECTIVE, optimizer)
-
-
-def _count_common(inputs: Sequence[InputLayout], other_inputs: Sequence[InputLayout]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(inputs, other_inputs, strict=False)))

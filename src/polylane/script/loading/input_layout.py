@@ -17,6 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -283,3 +284,8 @@ def _note_undivided(line: str, reason: str) -> None:
             "that returns the dimension for each tensor",
             stacklevel=2,
         )
+
+
+def count_common(inputs: Sequence[InputLayout], other_inputs: Sequence[InputLayout]) -> int:
+    """Return how many of the first inputs are laid out alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(inputs, other_inputs, strict=False)))
