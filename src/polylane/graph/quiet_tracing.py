@@ -8,7 +8,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 
-_TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch.fx", "torch._subclasses")
+_TALKATIVE = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.export",
+    "torch._export",
+    "torch.fx",
+    "torch._subclasses",
+    "torch.utils._sympy",
+)
 
 
 @contextmanager
