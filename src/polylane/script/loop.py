@@ -53,6 +53,7 @@ from polylane.script.tape import Models, find_differentiated
 from polylane.script.tape_runner import TapeRunner
 from polylane.script.training import TapeRun
 
+LARGE_OUTPUT = 64 << 20  # bytes, of what a model returns without gradients: gathered where the script asks for it
 MOST_DEFERRED = 50  # functions in a chain, such as a running sum of losses, before their values are asked for
 
 
@@ -126,7 +127,7 @@ class TrainingLoop:
     # ---- recording ---------------------------------------------------------------------------------------------------
 
     def call_model(self, target: ModelCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Record a call of a model; without gradients its results are computed now."""
+        """Record a call of a model; without gradients its results are computed now, and small ones gathered."""
         hooks, assigned = self.runner.hooks, self.runner.assigned
         with assigned.taken_off():
             if hooks.has_new(target.model):
@@ -145,7 +146,7 @@ class TrainingLoop:
             self.runner.run_on_whole(call, *tree_map_only(Tensor, self._value_of, (tuple(args), dict(kwargs))))
         if not torch.is_grad_enabled():
             self.runner.run_forward([Result(tensor.call, tensor.position) for tensor in list_deferred(result)])
-            result = tree_map_only(DeferredTensor, self._value_of, result)
+            result = tree_map_only(DeferredTensor, self._value_if_small, result)
         if watched.watched or watched.assigned:
             result, calls, values = result
             assigned.assign(self._models[target.model], watched.assigned, values)
@@ -251,6 +252,9 @@ class TrainingLoop:
             return cast(Tensor, self._parameters.read_value(tensor))
         loop: TrainingLoop = tensor.call.recorder
         return loop.runner.value_of(Result(tensor.call, tensor.position))
+
+    def _value_if_small(self, tensor: DeferredTensor) -> Tensor:
+        return tensor if tensor.metadata.nbytes > LARGE_OUTPUT else self._value_of(tensor)
 
     def take_argument(self, tensor: Tensor) -> Tensor:
         """Return what is recorded for a tensor among a call's arguments.
