@@ -49,3 +49,19 @@ def save_in_vain(folder: Path, context: WorkerContext) -> str:
 
 def test_every_worker_raises_where_the_file_cannot_be_written(tmp_path: Path) -> None:
     assert all("missing" in sentence for sentence in fork_workers(partial(save_in_vain, tmp_path), 2))
+
+
+def save_alone_first(folder: Path, context: WorkerContext) -> list[int]:
+    share_saves(context.world)
+    path, seen = folder / "state.pt", list[int]()
+    if context.rank == 0:
+        torch.save(0, path)
+    for number in (1, 2):
+        context.world.all_gather_object(None)
+        torch.save(number, path)
+        seen.append(torch.load(path))
+    return seen
+
+
+def test_a_file_that_one_worker_has_saved_alone_before_is_saved_by_all(tmp_path: Path) -> None:
+    assert fork_workers(partial(save_alone_first, tmp_path), 2) == [[1, 2], [1, 2]]

@@ -73,6 +73,7 @@ class TrainingLoop:
         recording: finds what calls return.
         progress: where the script is in its loops, if checkpoints are saved or gone on from.
         weights: the state dicts and gradients of modules.
+        by_hand: optimizers that step by themselves, with what stands for each in the plan.
         loader_shares: what workers read of the loaders that are read in parts.
     """
 
@@ -87,7 +88,7 @@ class TrainingLoop:
     ) -> None:
         self.progress = progress
         self._models = list(models)
-        self._by_hand = {optimizer for optimizer in optimizers if needs_closure(optimizer)}
+        self.by_hand = dict[torch.optim.Optimizer, ScriptUpdates]()
         owners = {id(parameter): number for number, model in enumerate(models) for parameter in model.parameters()}
         for optimizer in optimizers:
             if any(id(parameter) not in owners for parameter in _parameters_of(optimizer)):
@@ -95,10 +96,12 @@ class TrainingLoop:
                     f"the {type(optimizer).__name__} has parameters of no model that prepare() was given: give it all "
                     "models that are trained, and put a parameter of the script's own into one (nn.ParameterList([p]))"
                 )
-            take_over(optimizer, self)
+            if needs_closure(optimizer):
+                self.by_hand[optimizer] = ScriptUpdates(_parameters_of(optimizer))
+            take_over(optimizer, self, optimizer in self.by_hand)
         names = {id(parameter): name for name, parameter in Models(models).named_parameters()}
         self._names = {o: [names[id(p)] for p in _parameters_of(o)] for o in optimizers}
-        planned = [ScriptUpdates(_parameters_of(o)) if o in self._by_hand else o for o in optimizers]
+        planned = [self.by_hand.get(optimizer, optimizer) for optimizer in optimizers]
         self._trained = {o: frozenset(owners[id(p)] for p in _parameters_of(o)) for o in planned}
         self.loader_shares, self._sites = list[LoaderShares](), BatchSites()
         self.runner = TapeRunner(world, models, self._trained, plan, batch_dim)
@@ -348,6 +351,12 @@ class TrainingLoop:
             self.progress.note_step()
         return loss
 
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer has stepped by itself."""
+        self.runner.end_step(self.by_hand[optimizer])
+        if self.progress is not None:
+            self.progress.note_step()
+
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Clear the gradients of an optimizer's parameters."""
         self.weights.clear_gradients(self._names[optimizer])
@@ -367,7 +376,7 @@ class TrainingLoop:
             runner.value_of(result)
         runner.pending.settle_models(range(len(self._models)))
         if runner.job is not None:
-            optimizers = [optimizer for optimizer in self._names if optimizer not in self._by_hand]
+            optimizers = [optimizer for optimizer in self._names if optimizer not in self.by_hand]
             states = [optimizer.state_dict() for optimizer in optimizers]
             state = runner.job.state_dict()
             elsewhere = [name for name, _ in runner.models.named_buffers() if runner.role.is_elsewhere(name)]

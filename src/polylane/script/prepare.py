@@ -26,6 +26,7 @@ from polylane.script.loading.loader_shares import divides_batches
 from polylane.script.loop import TrainingLoop
 from polylane.script.model_results import ModelCall
 from polylane.script.model_state.updates import ScriptUpdates
+from polylane.script.optimizer_calls import list_with_nested
 from polylane.script.prepared_model import PreparedModel
 from polylane.script.resuming.loader import LoopObserver, follow_loader
 from polylane.script.resuming.shared_saves import share_saves
@@ -84,10 +85,8 @@ def prepare(
     _refuse_distributed(plain_models, loaders)
     loop = open_loop(plain_models, optimizers, plan, batch_dim, progress)
     loop.runner.audit_mode = audit or loop.runner.audit_mode
-    prepared = {
-        id(model): PreparedModel(loop, ModelCall(number), plain_model, is_compiled=plain_model is not model)
-        for number, (model, plain_model) in enumerate(zip(models, plain_models, strict=True))
-    }
+    pairs = enumerate(zip(models, plain_models, strict=True))
+    prepared = {id(m): PreparedModel(loop, ModelCall(i), plain, is_compiled=plain is not m) for i, (m, plain) in pairs}
     session.hold(models=prepared.values())
     if not whole_batches and divides_batches(plan):
         loop.share_loaders(loaders)
@@ -95,7 +94,8 @@ def prepare(
         for number, loader in enumerate(loaders):
             follow_loader(loader, number, progress)
         known_ids = {id(value) for value in (*models, *optimizers, *loaders)}
-        progress.watch(loop, loaders, [o for o in objects if id(o) not in known_ids and hasattr(o, "load_state_dict")])
+        schedulers = [o for o in objects if id(o) not in known_ids and hasattr(o, "load_state_dict")]
+        progress.watch(loop, loaders, [*list_with_nested(loop.by_hand), *schedulers])
     return _in_order(objects, prepared)
 
 

@@ -233,6 +233,7 @@ class ScriptRole(TrainingRole):
         """Return this worker's part of a whole parameter."""
         return self._local_model.local_part(self._first_name(name), full_tensor)
 
+    @collective("parameter")
     @allow_own_calls()
     def read_value(self, name: str) -> Tensor:
         """Return a parameter or buffer, whole on every worker's CPU; collective."""
@@ -243,6 +244,7 @@ class ScriptRole(TrainingRole):
         """Return whether a parameter has a gradient, on any worker."""
         return self._first_name(name) in self._with_gradient
 
+    @collective("parameter.grad")
     @allow_own_calls()
     def read_gradient(self, name: str) -> Tensor:
         """Return a parameter's gradient, whole on every worker's CPU; collective."""
@@ -251,6 +253,7 @@ class ScriptRole(TrainingRole):
         assert gradient is not None
         return gradient
 
+    @collective("torch.autograd.grad")
     @allow_own_calls()
     def read_gradients(self, computed: ComputedStep, names: Sequence[str], objective: str) -> dict[str, Tensor]:
         """Return the gradients of a step that was computed, whole on every worker's device, by name; collective.
@@ -302,6 +305,7 @@ class ScriptRole(TrainingRole):
             part = None if gradient is None else self.gradient_part(name, gradient)
             holder.grad = None if part is None else part.reshape(holder.shape).clone()
 
+    @collective("clip_grad_norm_")
     @allow_own_calls()
     def measure_gradients(self, names: Sequence[str], order: float) -> list[Tensor]:
         """Return the norms of gradients, 0-dim tensors, from sums over the parts that workers have; collective."""
@@ -316,6 +320,7 @@ class ScriptRole(TrainingRole):
                 sums[position] = torch.linalg.vector_norm(gradient.double(), order).pow(order)
         return list(self.sum_over_workers(sums).pow(1 / order))
 
+    @collective("scaler.unscale_")
     def sum_over_workers(self, values: Tensor) -> Tensor:
         """Return the sum of a tensor over all workers; collective."""
         return self._transport.all_reduce(values, range(self._transport.size)).wait()

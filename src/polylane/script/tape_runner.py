@@ -361,9 +361,13 @@ class TapeRunner:
         with self.running():
             self._training.step(optimizer)
         self.updates.record(self._optimizers[optimizer])
+        self.end_step(optimizer)
+        self.live.forget_dead()
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step of an optimizer, or of one that writes the weights itself, by what stands for it in the plan."""
         if self.recorder is not None and self._results:
             self.recorder.add_step(self._results, optimizer)
         self._results = []
         self._counts[optimizer] += 1
         self.steps = max(self._counts.values())
-        self.live.forget_dead()

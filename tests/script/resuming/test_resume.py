@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import polylane
 from polylane.checkpoint.store import CheckpointStore
+from polylane.errors import PolylaneError
 from polylane.runtime.workers.team import WorkerContext, fork_workers
 from polylane.script.session import ScriptSession, running_session
 from tests.script.loops import samples, sums_of
@@ -135,3 +136,68 @@ def test_a_resumed_script_drops_what_the_unbroken_one_drops(
 ) -> None:
     expected = run_script("data=1", tmp_path / "unbroken", 0.2)
     check(expected, plan, next_plan, steps, 0.2, tmp_path / "run")
+
+
+def search(interrupted_after: int, numbers: list[float]) -> list[float]:
+    """A script whose optimizer evaluates the loss as often as it likes, and remembers directions."""
+    torch.manual_seed(5)
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    optimizer: Any = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, history_size=4)
+    model, optimizer, loader = polylane.prepare(model, optimizer, DataLoader(samples(24), batch_size=6))
+    for epoch in polylane.epochs(range(2)):
+        for number, (x, y) in enumerate(loader):
+
+            def evaluate(x: Any = x, y: Any = y) -> Any:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            numbers.append(float(optimizer.step(evaluate)))
+            if 4 * epoch + number + 1 == interrupted_after:
+                raise Interrupted
+    return sums_of(model)
+
+
+@pytest.mark.parametrize(("plan", "next_plan"), [("data=1", "tensor=2")])
+def test_optimizers_that_step_by_themselves_resume_with_their_states(plan: str, next_plan: str, tmp_path: Path) -> None:
+    def run_search(plan: str, interrupted_after: int = 0) -> tuple[list[float], list[float]]:
+        newest = CheckpointStore(tmp_path).find_newest()
+
+        def run(context: WorkerContext) -> tuple[list[float], list[float]]:
+            numbers, weights = list[float](), list[float]()
+            session = ScriptSession(plan, context.world, tmp_path, newest, "1")
+            with running_session(session):
+                with suppress(Interrupted):
+                    weights = search(interrupted_after, numbers)
+                for loop in session.loops:
+                    loop.close()
+            return numbers, weights
+
+        return fork_workers(run, 2 if "2" in plan else 1)[0]
+
+    expected = list[float]()
+    with running_session(ScriptSession()):
+        weights = search(0, expected)
+    begun, _ = run_search(plan, 5)
+    resumed, resumed_weights = run_search(next_plan)
+    assert begun == pytest.approx(expected[:5], rel=1e-9)
+    assert 3 <= len(resumed) <= 4
+    assert resumed == pytest.approx(expected[-len(resumed) :], rel=1e-9)
+    assert resumed_weights == pytest.approx(weights, rel=1e-9)
+
+
+def test_a_script_that_ends_before_its_checkpoint_says_so(tmp_path: Path) -> None:
+    run_script("data=1", tmp_path, 0.0, 8)
+
+    def run(context: WorkerContext) -> None:
+        session = ScriptSession("data=1", context.world, tmp_path, CheckpointStore(tmp_path).find_newest(), "1")
+        with running_session(session):
+            model = build(0.0)
+            polylane.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(samples(18), batch_size=6))
+            for _ in polylane.epochs(range(1)):
+                pass
+            session.close()
+
+    with pytest.raises(PolylaneError, match="was saved in epoch 3, and the script has ended before it came there"):
+        fork_workers(run, 1)

@@ -225,7 +225,16 @@ class ScriptProgress:
             control.save(wait=True)
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is complete; collective."""
+        """Wait until the checkpoint that is being written is complete; collective.
+
+        Raises:
+            PolylaneError: the script has ended before the place where it was to be resumed.
+        """
+        if self.saved is not None:
+            raise PolylaneError(
+                f"checkpoint {self.saved.folder}: was saved in epoch {self.saved.epoch + 1}, and the script has ended before it "
+                "came there, untrained: give it the epochs, and the loaders, of the run that is resumed"
+            )
         if self._control is not None:
             self._control.finish()
 

@@ -18,6 +18,7 @@ import torch
 
 from polylane.runtime.progress.host_watch import identify_host
 from polylane.runtime.workers.world import World
+from polylane.script.recording import line_of_script
 
 _PART = ".part"  # ending of a file that is being written
 
@@ -49,8 +50,10 @@ def share_saves(world: World) -> None:
         if not path or (os.path.exists(path) and not os.path.isfile(path)):  # a stream, or a device
             plain_save(obj, f, *args, **kwargs)
             return
-        saves[path] += 1
-        key = f"save/{identify_host()[0]}/{path}/{saves[path]}"
+        # By line: what one worker has saved alone elsewhere, behind a choice by rank, does not count.
+        place = f"{path}/{line_of_script()}"
+        saves[place] += 1
+        key = f"save/{identify_host()[0]}/{place}/{saves[place]}"
         if store.add(f"{key}/workers", 1) > 1:
             nowhere: Any = _Nowhere()
             plain_save(obj, nowhere, *args, **kwargs)
