@@ -49,7 +49,7 @@ from polylane.script.recorded_calls import Result, outside_inference
 from polylane.script.recording import NeedsValues, Recording, line_of_script
 from polylane.script.resuming.loader import LoopObserver
 from polylane.script.role import ScriptRole
-from polylane.script.tape import Models, find_differentiated
+from polylane.script.tape import Models, release_graph
 from polylane.script.tape_runner import TapeRunner
 from polylane.script.training import TapeRun
 
@@ -314,7 +314,7 @@ class TrainingLoop:
         if self.progress is not None:
             self.progress.note_backward()
         if not retain_graph:
-            self._release_graph(result)
+            release_graph(result)
         self.runner.live.forget_dead()
         for parameter in hooked:
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
@@ -325,17 +325,13 @@ class TrainingLoop:
         run, position = loss.call.runs.get(loss.position, (None, None))
         return self.runner.run_loss(loss) if run is None or position is not None else cast(TapeRun, run)
 
-    def _release_graph(self, loss: Result) -> None:
-        for call in find_differentiated(loss):
-            call.is_released = True
-
     @collective("torch.autograd.grad")
     def _answer_gradients(self, question: AskedGradients) -> tuple[Tensor | None, ...]:
         """Return gradients of a loss by parameters, which are not added to those that these have."""
         with self.runner.running():
             gradients = self._run_of(question.loss).read_gradients(question.names)
         if not question.keeps_graph:
-            self._release_graph(question.loss)
+            release_graph(question.loss)
         return question.answer(gradients)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:

@@ -357,6 +357,12 @@ def find_differentiated(root: Result) -> list[RecordedCall]:
     return list(reached.values())
 
 
+def release_graph(root: Result) -> None:
+    """Note that a result was differentiated: the calls that it depends on cannot be, once more."""
+    for call in find_differentiated(root):
+        call.is_released = True
+
+
 def find_trained(root: Result) -> Collection[int]:
     """Return the models through whose calls the gradient of a result flows."""
     return {call.target.model for call in find_differentiated(root) if call.target is not None}

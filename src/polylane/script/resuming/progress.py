@@ -232,8 +232,8 @@ class ScriptProgress:
         """
         if self.saved is not None:
             raise PolylaneError(
-                f"checkpoint {self.saved.folder}: was saved in epoch {self.saved.epoch + 1}, and the script has ended before it "
-                "came there, untrained: give it the epochs, and the loaders, of the run that is resumed"
+                f"checkpoint {self.saved.folder}: was saved in epoch {self.saved.epoch + 1}, and the script has ended "
+                "before it came there, untrained: give it the epochs, and the loaders, of the run that is resumed"
             )
         if self._control is not None:
             self._control.finish()

@@ -51,9 +51,9 @@ def share_saves(world: World) -> None:
             plain_save(obj, f, *args, **kwargs)
             return
         # By line: what one worker has saved alone elsewhere, behind a choice by rank, does not count.
-        place = f"{path}/{line_of_script()}"
-        saves[place] += 1
-        key = f"save/{identify_host()[0]}/{place}/{saves[place]}"
+        line_key = f"{path}/{line_of_script()}"
+        saves[line_key] += 1
+        key = f"save/{identify_host()[0]}/{line_key}/{saves[line_key]}"
         if store.add(f"{key}/workers", 1) > 1:
             nowhere: Any = _Nowhere()
             plain_save(obj, nowhere, *args, **kwargs)
