@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from polylane.plan.spec import parse
 from polylane.runtime.workers.team import WorkerContext, fork_workers
 from polylane.script.session import ScriptSession, running_session
 from tests.support.models import EXAMPLES
@@ -30,7 +31,7 @@ SCRIPTS = {
     "translation": "--epochs 1 --numbers 80",
     "vae": "--epochs 2 --samples 160 --anneal-steps 3",
 }
-PLANS = ["data=1", "data=2", "pipeline=2", "tensor=2", "data=2,shard=parameters"]
+PLANS = ["data=1", "data=2", "pipeline=2", "data=2,pipeline=2", "tensor=2", "data=2,shard=parameters"]
 QUICK: list[tuple[str, str]] = []  # each runs for half a minute
 CASES = [
     pytest.param(name, plan, marks=() if (name, plan) in QUICK else pytest.mark.slow)
@@ -72,7 +73,7 @@ def printed(name: str, plan: str | None, folder: Path) -> list[list[float]]:
             runpy.run_path(str(script), run_name="__main__")
         return output.getvalue()
 
-    outputs = fork_workers(run, 2 if plan is not None and "2" in plan else 1)
+    outputs = fork_workers(run, 1 if plan is None else parse(plan).workers)
     return [[float(n) for n in re.findall(r"(?<![\w.])-?\d+\.?\d*(?:e-?\d+)?", output)] for output in outputs]
 
 
