@@ -265,7 +265,8 @@ class ProgramBinder:
                 if name in holders and self._plan.first_chunk(stage) not in holders[name]:
                     raise PolylaneError(
                         f"for batches of this form stage {stage} needs {name}, which stage {min(holders[name])} "
-                        "holds: give an example batch of the form that training has"
+                        "holds since the first step was cut into stages: begin with a batch, or a loss, of the form "
+                        "that later steps have, or take a plan without pipeline"
                     )
 
 

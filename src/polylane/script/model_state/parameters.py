@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from polylane.output import say_at_once
-from polylane.runtime.guarded_tensors import Guard, GuardedParameter, guard_of, put_guard, remove_guard
+from polylane.runtime.guarded_tensors import Guard, GuardedParameter, GuardedTensor, guard_of, put_guard, remove_guard
 from polylane.runtime.parameters.guarded_views import ViewGuard, view_guarded, write_whole
 from polylane.runtime.stale_weights import track_guards
 from polylane.runtime.workers.world import World
@@ -133,8 +133,9 @@ class PreparedParameters:
         for parameter, guard in self._guards.items():
             parameter._polylane_guard = guard  # type: ignore[attr-defined]
             parameter.__class__ = GuardedParameter
-        for tensor, guard in self._guarded_buffers.items():
-            put_guard(tensor, guard)
+        for buffer, guard in self._guarded_buffers.items():
+            buffer._polylane_guard = guard  # type: ignore[attr-defined]
+            buffer.__class__ = GuardedTensor
         for index, (optimizer, number, parameters, _) in enumerate(self._groups):
             group = optimizer.param_groups[number]
             self._groups[index] = optimizer, number, parameters, group["params"]
@@ -151,10 +152,12 @@ class PreparedParameters:
             if type(parameter) is GuardedParameter:
                 parameter.__class__ = nn.Parameter  # type: ignore[assignment]
                 del parameter._polylane_guard  # type: ignore[attr-defined]
-        for tensor, guard in self._guarded_buffers.items():
+        for buffer, guard in self._guarded_buffers.items():
             if guard.draft is not None:
-                guard.finish_draft(tensor)
-            remove_guard(tensor)
+                guard.finish_draft(buffer)
+            if type(buffer) is GuardedTensor:
+                buffer.__class__ = Tensor  # type: ignore[assignment]
+                del buffer._polylane_guard  # type: ignore[attr-defined]
         for optimizer, number, parameters, local in self._groups:
             group = optimizer.param_groups[number]
             if group["params"] is parameters:
