@@ -19,7 +19,6 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader
 
 from polylane.compile.objectives import needs_closure
 from polylane.errors import PolylaneError
@@ -37,8 +36,8 @@ from polylane.script.deferred import (
     writes_in_place,
 )
 from polylane.script.loading.input_layout import BatchDim
-from polylane.script.loading.loaded_batch import BatchSites, LoadedBatch, find_readers, read_whole, without_batch_size
-from polylane.script.loading.loader_shares import LoaderShares, share_loader
+from polylane.script.loading.loaded_batch import BY_PYTHON, BatchSites, LoadedBatch, have_read_whole, without_batch_size
+from polylane.script.loading.loader_shares import LoaderShares
 from polylane.script.model_results import ModelCall
 from polylane.script.model_state.asked_gradients import AskedGradients
 from polylane.script.model_state.module_weights import ModuleWeights
@@ -54,7 +53,6 @@ from polylane.script.tape_runner import TapeRunner
 from polylane.script.training import TapeRun
 
 LARGE_OUTPUT = 64 << 20  # bytes, of what a model returns without gradients: gathered where the script asks for it
-MOST_DEFERRED = 50  # functions in a chain, such as a running sum of losses, before their values are asked for
 
 
 class TrainingLoop:
@@ -161,17 +159,15 @@ class TrainingLoop:
         if (question := AskedGradients.of_call(func, args, kwargs, self._parameters.names)) is not None:
             return self._answer_gradients(question)
         func, args = without_batch_size(func, args, kwargs)
-        if self.loader_shares and self._sites.must_compute(func, args, kwargs):
-            return self.compute(func, args, kwargs)
         if kwargs.get("out") is not None or kwargs.get("inplace") or writes_in_place(func.__name__):
             return self._write(func, args, kwargs)
+        if self.loader_shares and self._sites.must_compute(func, args, kwargs):
+            return self.compute(func, args, kwargs)
         try:
             return self._record(func, args, kwargs)
         except PolylaneError as error:
-            readers = find_readers(args, kwargs)
-            if not readers:
+            if not have_read_whole(args, kwargs, str(error)):
                 raise
-            read_whole(readers, str(error))
             return self.compute(func, args, kwargs)
         except NeedsValues:
             if not is_differentiated(args, kwargs):
@@ -192,8 +188,7 @@ class TrainingLoop:
         call = next((leaf.call for leaf in list_deferred(result)), None)
         if call is not None:
             self.runner.live.add(call)
-            if call.depth > MOST_DEFERRED:
-                self.runner.settle(call)
+            self.runner.settle(call)
             if call.draws and func is not None:
                 for drawn in call.live_results():  # now, in the order of the script's other random numbers
                     if not drawn.metadata.requires_grad:
@@ -214,7 +209,13 @@ class TrainingLoop:
             total: Any = self._record(on_copy(func), (target.clone(), *args[1:]), kwargs)
             total.call.replaced = weakref.ref(target)
             return total
-        if "out" in kwargs or self.runner.live.is_aliased(target):
+        is_shared = "out" in kwargs or func.__name__ in BY_PYTHON or self.runner.live.is_aliased(target)
+        is_computed = is_shared or self._sites.must_compute(func, args, kwargs)
+        if is_computed and self.runner.release_values(target):
+            have_read_whole([target], {}, f"{line_of_script()} writes in place into one, or into a view of one")
+            self.compute(func, args, kwargs)
+            return target
+        if is_shared:
             self.refuse(
                 f"{func.__name__} writes into a tensor that the step is still to compute, and that is a view, or of "
                 "which there are views: use the function that returns a new tensor"
@@ -229,16 +230,12 @@ class TrainingLoop:
         result.call.live[result.position] = weakref.ref(target)
         return target
 
-    def share_loaders(self, loaders: Sequence[DataLoader[Any]]) -> None:
-        """Have loaders read of each batch what this worker computes on, where there are several workers."""
-        if self.world.size > 1:
-            shared = (share_loader(loader, number, self) for number, loader in enumerate(loaders))
-            self.loader_shares += [shares for shares in shared if shares is not None]
-
     def defer_batch(self, batch: LoadedBatch) -> list[Tensor]:
         """Return deferred tensors of a loader's batch."""
         with outside_inference():
-            return self.recording.defer_batch(batch)
+            tensors = self.recording.defer_batch(batch)
+        self.runner.live.add(tensors[0].call)
+        return tensors
 
     def refuse(self, reason: str) -> NoReturn:
         """Refuse what a script does with a deferred tensor, with its line."""
@@ -247,8 +244,10 @@ class TrainingLoop:
     def compute(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function on the values of deferred tensors."""
         with plain_tensors():
-            args, kwargs = tree_map_only(Tensor, self._value_of, (tuple(args), dict(kwargs)))
-            return func(*args, **kwargs)
+            values, named_values = tree_map_only(Tensor, self._value_of, (tuple(args), dict(kwargs)))
+            result = func(*values, **named_values)
+        self.runner.release_shared(args, values, result)
+        return result
 
     def _value_of(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DeferredTensor):

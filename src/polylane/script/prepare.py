@@ -22,7 +22,7 @@ from polylane.runtime.state.random_state import collect_generators, restore_gene
 from polylane.runtime.workers.world import World
 from polylane.script.deferred import record_functions
 from polylane.script.loading.input_layout import BatchDim
-from polylane.script.loading.loader_shares import divides_batches
+from polylane.script.loading.loader_shares import divides_batches, share_loaders
 from polylane.script.loop import TrainingLoop
 from polylane.script.model_results import ModelCall
 from polylane.script.model_state.updates import ScriptUpdates
@@ -89,7 +89,7 @@ def prepare(
     prepared = {id(m): PreparedModel(loop, ModelCall(i), plain, is_compiled=plain is not m) for i, (m, plain) in pairs}
     session.hold(models=prepared.values())
     if not whole_batches and divides_batches(plan):
-        loop.share_loaders(loaders)
+        loop.loader_shares += share_loaders(loaders, loop)
     if progress is not None:
         for number, loader in enumerate(loaders):
             follow_loader(loader, number, progress)

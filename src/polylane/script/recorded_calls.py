@@ -143,6 +143,7 @@ class RecordedCall:
         memory: what views among its results share memory with, as of :attr:`Result.memory`; empty where there are none.
         loaded: the batch of a loader that the results are; None for other calls.
         readers: how the loaders are read from whose batches alone it computes; empty for calls of models, and behind.
+        batches: numbers of the calls that are these batches, as far as it has no values of what follows from them.
     """
 
     recorder: Recorder
@@ -171,6 +172,7 @@ class RecordedCall:
     memory: frozenset[tuple[int, int] | None] = frozenset()
     loaded: LoadedBatch | None = None
     readers: frozenset[LoaderReads] = frozenset()
+    batches: frozenset[int] = frozenset()
 
     @property
     def is_divided(self) -> bool:
@@ -272,15 +274,22 @@ def _list_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for table in tables for parameter in table if parameter is not None]
 
 
+MOST_CALLS = 100
+
+
 class LiveCalls:
     """The calls of a loop whose results the script holds, youngest last."""
 
     def __init__(self) -> None:
         self._calls = list[RecordedCall]()
+        self._most = MOST_CALLS  # in the list before the dead ones among them are forgotten
 
     def add(self, call: RecordedCall) -> None:
         """Add the youngest call."""
         self._calls.append(call)
+        if len(self._calls) > self._most:  # an evaluation, which has no backward()
+            self.forget_dead()
+            self._most = 2 * len(self._calls) + MOST_CALLS
 
     def forget_dead(self) -> None:
         """Forget calls of which the script holds nothing, and what released calls were computed from."""
@@ -295,6 +304,36 @@ class LiveCalls:
         memory = source.memory
         results = (result for call in self._calls for result in call.live_results() if result != source)
         return None in memory or any(memory & result.memory for result in results)
+
+    def release_values(self, target: DeferredTensor, value_of: Callable[[Result], Tensor]) -> bool:
+        """Compute what was recorded of the values of a loader's batch, or of what follows from it: they may change now.
+
+        Args:
+            target: the tensor that the script may write into.
+            value_of: returns the value of a result.
+
+        Returns:
+            whether that is all that was recorded of them, and they are a loader's; not where a model was called.
+        """
+        memory = Result(target.call, target.position).memory
+        results = [r for r in self._list_unknown() if r.memory.isdisjoint(memory)] if target.call.readers else []
+        readers = [r for r in results if not all(a.memory.isdisjoint(memory) for a in r.call.arguments)]
+        for result in readers:
+            if result.call.readers:
+                value_of(result)
+        return bool(target.call.readers) and None not in memory and all(r.call.readers for r in readers)
+
+    def _list_unknown(self) -> list[Result]:
+        """Return the results that have no value, of what the script holds and of what this follows from."""
+        unknown = dict[tuple[int, int], Result]()
+        stack = [result for call in self._calls for result in call.live_results()]
+        while stack:
+            result = stack.pop()
+            key = result.call.number, result.position
+            if key not in unknown and result.position not in result.call.values.keys() | result.call.runs.keys():
+                unknown[key] = result
+                stack += result.call.arguments
+        return [unknown[key] for key in sorted(unknown)]
 
     def find_loss(self, call: RecordedCall) -> Result | None:
         """Return the youngest loss that depends on a call, or that it depends on, and was not computed; or None."""

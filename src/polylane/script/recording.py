@@ -113,6 +113,8 @@ class Recording:
         arguments = list(call.arguments)
         if func is not None and all(argument.call.readers for argument in arguments):
             call.readers = frozenset[LoaderReads]().union(*(argument.call.readers for argument in arguments))
+            unknown = (argument.call for argument in arguments if argument.position not in argument.call.values)
+            call.batches = frozenset[int]().union(*(argument.batches for argument in unknown))
         call.depth = 1 + max((r.call.depth for r in call.arguments if r.position not in r.call.values), default=0)
         self._number += 1
         tensors, self.latest = _defer_results(call, entry.forms), call
@@ -131,7 +133,7 @@ class Recording:
         self._number += 1
         spec, modes = flatten_arguments((), {})[1], Modes.current()
         call = RecordedCall(self._recorder, number, None, None, (), spec, modes, -1, metadata, _find_line())
-        call.loaded, call.readers = batch, frozenset([batch.reads])
+        call.loaded, call.readers, call.batches = batch, frozenset([batch.reads]), frozenset([number])
         return _defer_results(call, forms)
 
     def forget_results(self) -> None:

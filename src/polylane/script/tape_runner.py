@@ -25,9 +25,9 @@ from polylane.runtime.progress.script_calls import collective
 from polylane.runtime.stale_weights import allow_own_calls
 from polylane.runtime.step_result import StepResult
 from polylane.runtime.workers.world import World
-from polylane.script.deferred import plain_tensors, unflatten_arguments
+from polylane.script.deferred import DeferredTensor, plain_tensors, unflatten_arguments
 from polylane.script.loading.input_layout import BatchDim
-from polylane.script.loading.loaded_batch import NotDivided, TapeInput, gather_inputs, read_whole
+from polylane.script.loading.loaded_batch import NotDivided, TapeInput, gather_inputs, read_whole, share_memory
 from polylane.script.model_state.optimizers import PreparedOptimizers
 from polylane.script.model_state.parameters import PreparedParameters
 from polylane.script.model_state.pending_calls import PendingCalls
@@ -56,6 +56,9 @@ from polylane.script.training import (
 )
 from polylane.verify.audit import AuditMode
 from polylane.verify.audit.passes_audit import PassesAudit
+
+MOST_DEFERRED = 50  # functions in a chain, such as a running sum of losses, before their values are asked for
+MOST_BATCHES = 3  # of loaders that a result follows from, such as a running mean, before its value is asked for
 
 
 class TapeRunner:
@@ -167,13 +170,24 @@ class TapeRunner:
             return flatten_tree(call.func(*args, **kwargs))[0]
 
     def settle(self, call: RecordedCall) -> None:
-        """Compute a call's values now, if they follow from runs that were made, so that chains of calls stay short."""
-        if is_replayable(call):
-            for result in call.live_results():
-                self.value_of(result)
-            call.forget_arguments()
-            call.depth = 0
+        """Compute a call's values now if it ends a long chain, or one through many batches, of what needs no run."""
+        if (call.depth <= MOST_DEFERRED and len(call.batches) <= MOST_BATCHES) or not is_replayable(call):
+            return
+        for result in call.live_results():
+            self.value_of(result)
+        call.forget_arguments()
+        if call.depth > MOST_DEFERRED:
             read_whole(call.readers, f"{call.line} computes much from them before a model is called")
+        call.depth, call.batches = 0, frozenset()
+
+    def release_values(self, tensor: Any) -> bool:
+        """Compute what was recorded of a loader's batch that the script may now write into; say whether that is all."""
+        return isinstance(tensor, DeferredTensor) and self.live.release_values(tensor, self.value_of)
+
+    def release_shared(self, args: Sequence[Any], values: Sequence[Any], result: Any) -> None:
+        """Release the values of a function's first argument into which the script can write by its result, unseen."""
+        if args and isinstance(args[0], DeferredTensor) and args[0].call.readers and share_memory(values[0], result):
+            self.release_values(args[0])
 
     def read_parameter(self, call: RecordedCall) -> Tensor:
         """Return the value of a parameter that a call takes, whole; collective where workers hold parts."""

@@ -77,12 +77,15 @@ class TapeLayout:
         for i in [] if self.inputs is None else self._order:
             assert self.inputs is not None
             value, layout = inputs[i], self.inputs[i]
-            is_loaded = isinstance(value, LoadedRows) and not value.batch.is_whole
-            if is_loaded and layout != InputLayout(0):
-                return [], []
-            leaf = value.rows if isinstance(value, LoadedRows) and is_loaded else _move_samples_first(shapes, i, layout)
+            if isinstance(value, LoadedRows) and not value.batch.is_whole:
+                if layout != InputLayout(0):
+                    return [], []
+                split.append(True)
+                leaves.append(value.take(positions))
+                continue
+            leaf = _move_samples_first(shapes, i, layout)
             split.append(layout.dim is not None and leaf.dim() > 0)
-            leaves.append(leaf[list(positions)] if split[-1] and not is_loaded else leaf)
+            leaves.append(leaf[list(positions)] if split[-1] else leaf)
         return leaves, split
 
     def fits(self, inputs: Sequence[Tensor]) -> bool:

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from polylane.graph.argument_trees import flatten_tree
 from polylane.runtime.guarded_tensors import guard_of
-from polylane.script.deferred import DeferredTensor, find_frame, flatten_arguments, writes_in_place
+from polylane.script.deferred import DeferredTensor, find_frame, flatten_arguments
 
 
 class LoaderReads(Protocol):
@@ -80,8 +82,12 @@ class LoadedRows:
 
     @cached_property
     def whole(self) -> Tensor:
-        """The tensor of the whole batch; collective, unless it was read whole."""
+        """The tensor of the whole batch, into which the script may write; collective, unless it was read whole."""
         return self.batch.gather(next(i for i, leaf in enumerate(self.batch.leaves) if leaf is self.rows))
+
+    def take(self, positions: Sequence[int]) -> Tensor:
+        """Return the rows at the positions that were read, as they are now."""
+        return self.whole[list(positions)] if "whole" in vars(self) else self.rows
 
 
 TapeInput = Tensor | LoadedRows
@@ -97,6 +103,7 @@ def gather_inputs(inputs: Iterable[TapeInput]) -> list[Tensor]:
     return [value.whole if isinstance(value, LoadedRows) else value for value in inputs]
 
 
+BY_PYTHON = frozenset(["apply_", "map_", "map2_"])  # functions of numbers, which fake tensors have none of
 CHANGES = 4  # constants of a line of the script, from batch to batch, after which whole batches are read
 
 
@@ -107,31 +114,40 @@ class BatchSites:
     """
 
     def __init__(self) -> None:
-        self._constants = dict[Any, Any]()  # by function and line
+        self._constants = dict[Any, Any]()  # by function and place in the script
         self._changes = Counter[Any]()
 
     def must_compute(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return whether a function of batches alone is computed from whole ones, and not recorded."""
-        if "out" in kwargs or writes_in_place(func.__name__):
-            return False
         readers = find_readers(args, kwargs)
         if not readers:
             return False
         leaves, _ = flatten_arguments(args, kwargs)
-        if any(reader.reads_whole for reader in readers):
+        if func.__name__ in BY_PYTHON or any(reader.reads_whole for reader in readers):
             return True
         frame = find_frame()
-        site = func, frame.f_code.co_filename, frame.f_lineno
+        line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         if any(isinstance(leaf, Tensor) and leaf.requires_grad and guard_of(leaf) is None for leaf in leaves):
-            read_whole(readers, f"a module that was not prepared computes from them ({site[1]}:{site[2]})")
+            read_whole(readers, f"a module that was not prepared computes from them ({line})")
             return True
-        constants = [repr(leaf) for leaf in leaves if not isinstance(leaf, (Tensor, float))]
+        constants = [_identify(leaf) for leaf in leaves if not isinstance(leaf, (Tensor, float))]
+        # In sum(batches) the first sum begins with 0.
+        site = func, line, frame.f_lasti, len(constants)
         if self._constants.setdefault(site, constants) == constants:
             return False
         self._changes[site] += 1
         if self._changes[site] == CHANGES:
-            read_whole(readers, f"{site[1]}:{site[2]} computes from them with other constants each time")
+            read_whole(readers, f"{line} computes from them with other constants each time")
         return True
+
+
+def _identify(constant: Any) -> Any:
+    """Return what tells a constant from others, alike on every worker: not the address that an object prints."""
+    try:
+        hash(constant)
+    except TypeError:
+        return repr(constant)
+    return type(constant), constant
 
 
 def find_readers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[LoaderReads]:
@@ -146,6 +162,24 @@ def read_whole(readers: Iterable[LoaderReads], reason: str) -> None:
     """Have every worker read whole batches of loaders from now on; ``reason`` ends the sentence that says so."""
     for reader in readers:
         reader.read_whole(reason)
+
+
+def have_read_whole(args: Sequence[Any], kwargs: Mapping[str, Any], reason: str) -> bool:
+    """Have whole batches be read of loaders from which alone arguments follow; return whether there are any."""
+    readers = find_readers(args, kwargs)
+    read_whole(readers, reason)
+    return bool(readers)
+
+
+def share_memory(tensor: Any, result: Any) -> bool:
+    """Return whether the script could write into a tensor by writing into what a function of it has returned."""
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+        return False
+    tensors = [leaf for leaf in flatten_tree(result)[0] if isinstance(leaf, Tensor)]
+    if not tensors:  # an array, or what hands it to another library
+        return not isinstance(result, (bool, int, float, str, list, type(None)))
+    memory = tensor.untyped_storage().data_ptr()
+    return any(leaf.layout is torch.strided and leaf.untyped_storage().data_ptr() == memory for leaf in tensors)
 
 
 def view_by_sample(tensor: Tensor, *sizes: int) -> Tensor:

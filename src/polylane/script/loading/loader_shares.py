@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +56,20 @@ class BatchRecorder(Protocol):
         """Return deferred tensors of a batch's."""
 
 
-def share_loader(loader: DataLoader[Any], number: int, recorder: BatchRecorder) -> LoaderShares | None:
+def share_loaders(loaders: Sequence[DataLoader[Any]], recorder: BatchRecorder) -> list[LoaderShares]:
+    """Have loaders read of each batch what this worker computes on, where there are several workers.
+
+    Args:
+        loaders: those that prepare() was given, in order.
+        recorder: what records the script's computations.
+    """
+    if recorder.world.size == 1:
+        return []
+    shared = (_share_loader(loader, number, recorder) for number, loader in enumerate(loaders))
+    return [shares for shares in shared if shares is not None]
+
+
+def _share_loader(loader: DataLoader[Any], number: int, recorder: BatchRecorder) -> LoaderShares | None:
     """Have a loader read of each batch what this worker computes on; None where it reads whole batches.
 
     Args:
@@ -65,12 +79,12 @@ def share_loader(loader: DataLoader[Any], number: int, recorder: BatchRecorder) 
     """
     if "loader_shares" in vars(loader):
         return None
+    kind: Any = type(loader)
     shares = LoaderShares(loader, number, recorder)
-    if reason := _why_whole(loader):
+    if reason := _why_whole(loader, kind):
         shares.read_whole(reason)
         return None
     vars(loader)["loader_shares"] = shares
-    kind: Any = type(loader)
     loader.__class__ = _sharing_class(kind)
     return shares
 
@@ -82,8 +96,17 @@ def divides_batches(plan: str | AnyPlan) -> bool:
     return plan.data > 1
 
 
-def _why_whole(loader: DataLoader[Any]) -> str:
-    """Return why samples of a loader's batches cannot be read alone; "" where a trial may show that they can."""
+def _why_whole(loader: DataLoader[Any], kind: Any) -> str:
+    """Return why samples of a loader's batches cannot be read alone; "" where a trial may show that they can.
+
+    Args:
+        loader: as it is at the beginning of a pass.
+        kind: the class that the script gave it.
+    """
+    if kind.__iter__ is not DataLoader.__iter__:
+        return f"{kind.__name__} is a loader that makes its batches in an __iter__ of its own"
+    if getattr(loader, "_iterator", None) is not None:
+        return "the processes of the loader have begun to read before prepare() was called"
     if isinstance(loader.dataset, IterableDataset):
         return "an iterable data set has no samples by number"
     if loader.batch_sampler is None:
@@ -97,10 +120,14 @@ def _why_whole(loader: DataLoader[Any]) -> str:
 def _sharing_class(kind: Any) -> Any:
     """Return a class of loaders that read shares, and which are all else that ``kind`` is."""
 
-    def begin_pass(loader: Any) -> SharedPass:
-        return SharedPass(vars(loader)["loader_shares"], loader, kind.__iter__)
+    def begin_pass(loader: Any) -> Iterator[Any]:
+        shares: LoaderShares = vars(loader)["loader_shares"]
+        if reason := _why_whole(loader, kind):  # a collate_fn that was assigned since
+            shares.read_whole(reason)
+            return DataLoader.__iter__(loader)
+        return SharedPass(shares, loader)
 
-    begin_pass.passes_over = kind.__iter__ is DataLoader.__iter__  # type: ignore[attr-defined]
+    begin_pass.passes_over = True  # type: ignore[attr-defined]
     return type(kind.__name__, (kind,), {"__iter__": begin_pass, "__module__": kind.__module__})
 
 
@@ -144,32 +171,32 @@ class LoaderShares:
             self._reader = reader
         return reader
 
-    def choose(self, indices: Sequence[int]) -> tuple[Sequence[int], bool]:
-        """Return the indices that this worker reads of a batch, and whether all workers read all; may be collective."""
+    def choose(self, indices: Sequence[Any]) -> Sequence[Any]:
+        """Return the indices that this worker reads of a batch, the same object if all read all; may be collective."""
         role = self._role = self._recorder.role or self._role
-        if self.reads_whole or role is None or not _are_numbers(indices):
-            return indices, True
+        if self.reads_whole or role is None or _number_samples(indices) is None:
+            return indices
         positions = role.rows.find_positions(len(indices))
         if positions is None:
-            return indices, True
+            return indices
         if not self._has_tried:
             self._has_tried = True
             self._try_reading(role, indices, positions)
             if self.reads_whole:
-                return indices, True
+                return indices
         number, self._batches = self._batches, self._batches + 1
         if number in (0, find_next_whole(number - 1)):
-            return indices, True
-        return [indices[i] for i in positions], False
+            return indices
+        return [indices[i] for i in positions]
 
     @collective("the loader's next batch")
-    def _try_reading(self, role: ScriptRole, indices: Sequence[int], positions: Sequence[int]) -> None:
+    def _try_reading(self, role: ScriptRole, indices: Sequence[Any], positions: Sequence[int]) -> None:
         """Read a batch in another process, whole and in part; read whole batches from then on if that differs."""
         dataset: Any = self._loader.dataset
         reason = ""
         if type(dataset) not in (list, tuple):
 
-            def read(numbers: Sequence[int]) -> list[Any]:
+            def read(numbers: Sequence[Any]) -> list[Any]:
                 load_all = getattr(dataset, "__getitems__", None)
                 samples = [dataset[i] for i in numbers] if load_all is None else load_all(list(numbers))
                 return [*samples, generator_states()]  # alike, if nothing was drawn
@@ -187,16 +214,16 @@ class LoaderShares:
 
     # ---- batches -----------------------------------------------------------------------------------------------------
 
-    def defer(self, batch: Any, indices: Sequence[int], is_whole: bool) -> Any:
+    def defer(self, batch: Any, indices: Sequence[Any], read_indices: Sequence[Any]) -> Any:
         """Return a batch as the script sees it; collective where it was read in part, and is to be seen whole.
 
         Args:
             batch: what this worker has read.
             indices: of all samples of the batch.
-            is_whole: whether all workers have read all of them.
+            read_indices: of the samples that this worker has read; the same object where all workers have read all.
         """
-        leaves, rebuild = flatten(batch)
-        if not self.reads_whole and not all(map(_has_samples, leaves)):
+        (leaves, rebuild), is_whole = flatten(batch), read_indices is indices
+        if not self.reads_whole and not (leaves and all(_has_samples(leaf, len(read_indices)) for leaf in leaves)):
             if not is_whole:
                 raise PolylaneError(
                     "a batch of the loader has something else than tensors with a row for each sample, which those "
@@ -205,7 +232,7 @@ class LoaderShares:
             self.read_whole("a batch of the loader has something else than tensors with a row for each sample")
         if self.reads_whole and is_whole:
             return batch
-        order = hash((self._number, *indices)) or 1 if _are_numbers(indices) else 1
+        order = hash((self._number, *(_number_samples(indices) or ()))) or 1
         loaded = LoadedBatch(self, leaves, len(indices), is_whole, order)
         if self.reads_whole:
             return rebuild([rows.whole for rows in loaded.rows])
@@ -224,34 +251,37 @@ class SharedPass:
     Args:
         shares: what workers read of the loader.
         loader: the script's loader, or one of the rest of a pass of it.
-        begin: begins a plain pass through a loader.
     """
 
-    def __init__(self, shares: LoaderShares, loader: DataLoader[Any], begin: Callable[[Any], Iterator[Any]]) -> None:
-        self._shares, self._chosen = shares, deque[tuple[Sequence[int], bool]]()
+    def __init__(self, shares: LoaderShares, loader: DataLoader[Any]) -> None:
+        self._shares, self._chosen = shares, deque[tuple[Sequence[Any], Sequence[Any]]]()
         reader = shares.make_reader(loader)
         reader.batch_sampler.choose = self._choose
         self._collate: _WatchedCollate = reader.collate_fn
-        self._batches = begin(reader)
+        self._batches = DataLoader.__iter__(reader)
 
-    def _choose(self, indices: Sequence[int]) -> Sequence[int]:
-        chosen, is_whole = self._shares.choose(indices)
-        self._chosen.append((indices, is_whole))
+    def _choose(self, indices: Any) -> Sequence[Any]:
+        indices = indices if isinstance(indices, Sized) else list(indices)
+        read_indices = self._shares.choose(indices)
+        self._chosen.append((indices, read_indices))
         self._collate.watch()
-        return chosen
+        return read_indices
 
     def __iter__(self) -> SharedPass:
         return self
 
+    def __len__(self) -> int:
+        return len(self._batches)
+
     def __next__(self) -> Any:
         batch, has_drawn = next(self._batches)
-        indices, is_whole = self._chosen.popleft()
-        if has_drawn and not is_whole:
+        indices, read_indices = self._chosen.popleft()
+        if has_drawn and read_indices is not indices:
             raise PolylaneError(
                 "the data set draws random numbers for some samples only, and every worker reads others: draw for each "
                 f"sample or for none, or have every worker read whole batches, by {WHOLE_BATCHES}"
             )
-        return self._shares.defer(batch, indices, is_whole)
+        return self._shares.defer(batch, indices, read_indices)
 
 
 class _ShareSampler:
@@ -263,9 +293,9 @@ class _ShareSampler:
 
     def __init__(self, batch_sampler: Any) -> None:
         self._batch_sampler = batch_sampler
-        self.choose: Callable[[Sequence[int]], Sequence[int]] = lambda indices: indices
+        self.choose: Callable[[Any], Sequence[Any]] = lambda indices: indices
 
-    def __iter__(self) -> Iterator[Sequence[int]]:
+    def __iter__(self) -> Iterator[Sequence[Any]]:
         return map(self.choose, self._batch_sampler)
 
     def __len__(self) -> int:
@@ -301,9 +331,13 @@ class _WatchedStart:
         self._collate.watch()
 
 
-def _are_numbers(indices: Any) -> bool:
-    return isinstance(indices, Sequence) and len(indices) > 0 and all(isinstance(i, int) for i in indices)
+def _number_samples(indices: Any) -> tuple[int, ...] | None:
+    """Return the numbers of samples; None where they have other names, or none."""
+    try:
+        return tuple(map(operator.index, indices)) or None if isinstance(indices, Sequence) else None
+    except TypeError:
+        return None
 
 
-def _has_samples(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.dim() > 0
+def _has_samples(leaf: Any, samples: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.shape[:1] == (samples,)

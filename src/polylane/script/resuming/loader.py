@@ -121,6 +121,9 @@ class LoaderPass:
     def __iter__(self) -> LoaderPass:
         return self
 
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
     def __next__(self) -> Any:
         if self._read_at is None:
             self._pass_over()
