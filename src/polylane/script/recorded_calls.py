@@ -274,7 +274,7 @@ def _list_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for table in tables for parameter in table if parameter is not None]
 
 
-MOST_CALLS = 100
+MOST_CALLS = 20  # beside those that the script holds results of, which keep batches of data
 
 
 class LiveCalls:
