@@ -305,35 +305,9 @@ class LiveCalls:
         results = (result for call in self._calls for result in call.live_results() if result != source)
         return None in memory or any(memory & result.memory for result in results)
 
-    def release_values(self, target: DeferredTensor, value_of: Callable[[Result], Tensor]) -> bool:
-        """Compute what was recorded of the values of a loader's batch, or of what follows from it: they may change now.
-
-        Args:
-            target: the tensor that the script may write into.
-            value_of: returns the value of a result.
-
-        Returns:
-            whether that is all that was recorded of them, and they are a loader's; not where a model was called.
-        """
-        memory = Result(target.call, target.position).memory
-        results = [r for r in self._list_unknown() if r.memory.isdisjoint(memory)] if target.call.readers else []
-        readers = [r for r in results if not all(a.memory.isdisjoint(memory) for a in r.call.arguments)]
-        for result in readers:
-            if result.call.readers:
-                value_of(result)
-        return bool(target.call.readers) and None not in memory and all(r.call.readers for r in readers)
-
-    def _list_unknown(self) -> list[Result]:
-        """Return the results that have no value, of what the script holds and of what this follows from."""
-        unknown = dict[tuple[int, int], Result]()
-        stack = [result for call in self._calls for result in call.live_results()]
-        while stack:
-            result = stack.pop()
-            key = result.call.number, result.position
-            if key not in unknown and result.position not in result.call.values.keys() | result.call.runs.keys():
-                unknown[key] = result
-                stack += result.call.arguments
-        return [unknown[key] for key in sorted(unknown)]
+    def list_results(self) -> list[Result]:
+        """Return the results that the script holds."""
+        return [result for call in self._calls for result in call.live_results()]
 
     def find_loss(self, call: RecordedCall) -> Result | None:
         """Return the youngest loss that depends on a call, or that it depends on, and was not computed; or None."""

@@ -26,8 +26,9 @@ from polylane.runtime.stale_weights import allow_own_calls
 from polylane.runtime.step_result import StepResult
 from polylane.runtime.workers.world import World
 from polylane.script.deferred import DeferredTensor, plain_tensors, unflatten_arguments
+from polylane.script.loading.batch_writes import release_values, share_memory
 from polylane.script.loading.input_layout import BatchDim
-from polylane.script.loading.loaded_batch import NotDivided, TapeInput, gather_inputs, read_whole, share_memory
+from polylane.script.loading.loaded_batch import NotDivided, TapeInput, gather_inputs, read_whole
 from polylane.script.model_state.optimizers import PreparedOptimizers
 from polylane.script.model_state.parameters import PreparedParameters
 from polylane.script.model_state.pending_calls import PendingCalls
@@ -182,7 +183,7 @@ class TapeRunner:
 
     def release_values(self, tensor: Any) -> bool:
         """Compute what was recorded of a loader's batch that the script may now write into; say whether that is all."""
-        return isinstance(tensor, DeferredTensor) and self.live.release_values(tensor, self.value_of)
+        return isinstance(tensor, DeferredTensor) and release_values(tensor, self.live.list_results(), self.value_of)
 
     def release_shared(self, args: Sequence[Any], values: Sequence[Any], result: Any) -> None:
         """Release the values of a function's first argument into which the script can write by its result, unseen."""

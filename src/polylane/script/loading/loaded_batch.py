@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from polylane.graph.argument_trees import flatten_tree
 from polylane.runtime.guarded_tensors import guard_of
 from polylane.script.deferred import DeferredTensor, find_frame, flatten_arguments
 
@@ -169,17 +167,6 @@ def have_read_whole(args: Sequence[Any], kwargs: Mapping[str, Any], reason: str)
     readers = find_readers(args, kwargs)
     read_whole(readers, reason)
     return bool(readers)
-
-
-def share_memory(tensor: Any, result: Any) -> bool:
-    """Return whether the script could write into a tensor by writing into what a function of it has returned."""
-    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-        return False
-    tensors = [leaf for leaf in flatten_tree(result)[0] if isinstance(leaf, Tensor)]
-    if not tensors:  # an array, or what hands it to another library
-        return not isinstance(result, (bool, int, float, str, list, type(None)))
-    memory = tensor.untyped_storage().data_ptr()
-    return any(leaf.layout is torch.strided and leaf.untyped_storage().data_ptr() == memory for leaf in tensors)
 
 
 def view_by_sample(tensor: Tensor, *sizes: int) -> Tensor:
