@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from polylane.script.resuming.loader import LoaderPass, follow_loader
 
@@ -39,7 +47,7 @@ class Observer:
     accelerator = None
 
     def __init__(self, description: dict[str, Any] | None = None) -> None:
-        self.description, self.passed_over = description, 0
+        self.description, self.passed_over, self.standing = description, 0, frozenset[int]()
         self.descriptions, self.states = list[Any](), list[Any]()
 
     def begin_pass(self, batches: LoaderPass) -> None:
@@ -104,3 +112,25 @@ def test_a_pass_that_is_left_early_is_followed_by_a_whole_one() -> None:
     for _ in loader:
         break
     assert len(list(loader)) == 6
+
+
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_a_later_pass_of_processes_that_stay_is_resumed(count: int) -> None:
+    def build() -> Any:
+        return DataLoader(TensorDataset(torch.arange(11.0)), 2, shuffle=True, num_workers=1, persistent_workers=True)
+
+    torch.manual_seed(1)
+    loader, observer = build(), Observer()
+    follow_loader(loader, 0, observer)
+    list(loader)
+    before = len(observer.descriptions)
+    batches = [batch for (batch,) in loader]
+
+    torch.manual_seed(99)
+    resumed_loader, resumed = build(), Observer(observer.descriptions[before + count])
+    resumed.standing = frozenset([0])
+    resumed.states.append(observer.states[before + count])
+    follow_loader(resumed_loader, 0, resumed)
+    remaining = [batch for (batch,) in resumed_loader]
+    assert torch.equal(torch.cat(remaining), torch.cat(batches[count:]))
+    assert torch.equal(torch.get_rng_state(), observer.states[-1][0])

@@ -33,6 +33,7 @@ class PassObserver(Protocol):
     """What follows the passes through loaders: see :mod:`polylane.script.resuming.progress`."""
 
     passed_over: int
+    standing: frozenset[int]  # numbers of loaders whose processes had begun to load, and stay, in the run resumed
 
     @property
     def accelerator(self) -> torch.device | None:
@@ -97,6 +98,7 @@ class LoaderPass:
         self.trains = vars(loader).get("trains", False)
         self.resumed: dict[str, Any] | None = None
         self._accelerator = self._progress.accelerator
+        self._start_processes(begin)
         self._progress.begin_pass(self)
         self._begun_at = self._generators("begun_at")
         self._read_at: dict[str, Any] | None = None
@@ -106,6 +108,16 @@ class LoaderPass:
         if self._unread and not self._reads_on:
             loader = _rest_of(loader, self._unread, lambda: self._generators("read_at"))
         self._batches: Iterator[Any] = begin(loader)
+
+    def _start_processes(self, begin: Callable[[Any], Iterator[Any]]) -> None:
+        """Start the processes of a loader that had them before the pass that is resumed: a first pass draws a seed."""
+        had_processes = has_standing_processes(self._loader)
+        vars(self._loader)["has_begun"] = True
+        if not had_processes and has_standing_processes(self._loader) and self.number in self._progress.standing:
+            states = own_generator_states(self._loader)
+            with generators_kept():
+                begin(self._loader)
+            restore_own_generators(self._loader, states)
 
     def _generators(self, moment: str) -> dict[str, Any]:
         """Return the states of the generators; before, set them to those that the saved pass had at the moment."""
@@ -180,6 +192,11 @@ class LoaderPass:
 def is_skippable(loader: DataLoader[Any]) -> bool:
     """Return whether batches need not be read to be passed over: no worker draws on the way, and nothing streams."""
     return loader.num_workers == 0 and not isinstance(loader.dataset, IterableDataset)
+
+
+def has_standing_processes(loader: DataLoader[Any]) -> bool:
+    """Return whether processes load, and stay from one pass of a followed loader to the next."""
+    return loader.num_workers > 0 and loader.persistent_workers and vars(loader).get("has_begun", False)
 
 
 def own_generator_states(loader: DataLoader[Any]) -> list[torch.Tensor]:

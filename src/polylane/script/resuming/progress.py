@@ -25,7 +25,12 @@ from polylane.runtime.checkpoint.save import Position
 from polylane.runtime.state.plain_values import SCALARS, from_plain, to_plain
 from polylane.runtime.state.random_state import collect_generators, restore_generators
 from polylane.script.loop import TrainingLoop
-from polylane.script.resuming.loader import LoaderPass, own_generator_states, restore_own_generators
+from polylane.script.resuming.loader import (
+    LoaderPass,
+    has_standing_processes,
+    own_generator_states,
+    restore_own_generators,
+)
 from polylane.script.resuming.saved_script import SavedScript
 
 T = TypeVar("T")
@@ -59,6 +64,7 @@ class ScriptProgress:
         self._folder, self._save_every, self._keep = checkpoints, save_every, keep
         self._continues_on_disk_error = continues_on_disk_error
         self.saved = None if resume_from is None else SavedScript(resume_from)
+        self.standing = frozenset[int](self.saved.script.get("standing", ()) if self.saved is not None else ())
         self._loop: TrainingLoop | None = None
         self._loaders: Sequence[Any] = ()
         self._objects: Sequence[Any] = ()
@@ -249,6 +255,7 @@ class ScriptProgress:
             "passes": [batches.describe() for batches in passes],
             "steps": self._loop.runner.steps,
             "generators": to_plain(collect_generators(self._loop.world.accelerator), "random state"),
+            "standing": [i for i, loader in enumerate(self._loaders) if has_standing_processes(loader)],
             "loaders": [to_plain(own_generator_states(loader), "generators") for loader in self._loaders],
             "objects": [_describe_value(value, type(value).__name__) for value in self._objects],
             "values": {name: _describe_value(value, name) for name, value in vars(self._values).items()},
