@@ -16,6 +16,7 @@ from polylane.errors import PolylaneError
 from polylane.faults import told_as_fault
 from polylane.graph.python_state.compiler import without_compiler
 from polylane.graph.python_state.random_generators import generators_kept
+from polylane.output import say_at_once
 from polylane.plan.plan import AnyPlan
 from polylane.runtime.guarded_tensors import guard_of
 from polylane.runtime.state.random_state import collect_generators, restore_generators
@@ -127,6 +128,14 @@ def open_loop(
             os.environ[RANK_VARIABLE] = str(world.rank)
         plan = read_plan(plan, world, session.is_alone)
         loop = TrainingLoop(world, models, optimizers, plan, batch_dim, progress)
+    if (
+        progress is not None
+        and world.rank == 0
+        and all(isinstance(optimizer, ScriptUpdates) for optimizer in optimizers)
+    ):
+        say_at_once(
+            "no checkpoints are saved: they are taken after an optimizer's step(), and prepare() was given none"
+        )
     loop.runner.audit_mode = session.audit
     loop.runner.recorder = session.recorder if not session.loops else None
     session.hold(loops=[loop])

@@ -201,3 +201,14 @@ def test_a_script_that_ends_before_its_checkpoint_says_so(tmp_path: Path) -> Non
 
     with pytest.raises(PolylaneError, match="was saved in epoch 3, and the script has ended before it came there"):
         fork_workers(run, 1)
+
+
+def test_a_script_without_an_optimizer_is_told_that_nothing_is_saved(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(context: WorkerContext) -> None:
+        with running_session(ScriptSession("data=1", context.world, tmp_path, None, "1")):
+            polylane.prepare(build(0.0))
+
+    fork_workers(run, 1)
+    assert "no checkpoints are saved" in "".join(capfd.readouterr())
