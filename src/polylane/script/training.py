@@ -31,7 +31,7 @@ from polylane.script.model_results import ModelCall
 from polylane.script.role import ScriptRole, take_tape
 from polylane.script.tape import Models, Tape, replay_tape
 from polylane.verify.audit.passes_audit import PassesAudit
-from polylane.verify.audit.step_replay import choose_tolerance, list_dtypes
+from polylane.verify.audit.step_replay import list_cast_dtypes
 from polylane.verify.keyed_draws import KeyedDraws, list_draws
 from polylane.verify.rounding_floor import MeasuredPass
 
@@ -276,7 +276,6 @@ class PlannedTraining:
         """Run the passes of a step, and compare them with the tape's replay; None where that cannot be replayed."""
         role, bound = self.role, self.role.compile_form(batch, OBJECTIVE, True)
         code = bound.partition.graph.code
-        self.audit.tolerance = max(self.audit.tolerance, choose_tolerance(list_dtypes(bound.partition.graph)))
         draws = list_draws(code) if code.random else []
         if draws is None or (bound.passes > 1 and depends_on_split(code)):
             self.audit.note = "its random numbers, or statistics, are those of the plan's parts of a batch"
@@ -284,8 +283,8 @@ class PlannedTraining:
         part = role.sample_slice(take_tape(batch).samples)
         is_cast = role.plan.precision == "bfloat16"
         casts = torch.autocast(role.world.device.type, torch.bfloat16) if is_cast else nullcontext()
-        types = {step.modes.autocast for step in tape.steps} | ({torch.bfloat16} if is_cast else set())
-        dtype = max((t for t in types if t is not None), key=lambda t: torch.finfo(t).eps, default=None)
+        cast_dtypes = list_cast_dtypes(bound.partition.graph) | ({torch.bfloat16} if is_cast else set())
+        dtype = max(cast_dtypes, key=lambda cast_dtype: torch.finfo(cast_dtype).eps, default=None)
 
         def replay(attempt: int | None) -> MeasuredPass:
             with generators_kept(), role.gathered_model() as models:

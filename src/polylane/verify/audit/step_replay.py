@@ -12,12 +12,12 @@ only where a difference is larger than rounding usually is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from polylane.compile.compiled_training import CompiledTraining
@@ -81,7 +81,7 @@ class StepVerdict:
 def read_rounding(prepared: CompiledTraining, device: torch.device) -> DeviceRounding:
     """Return how the device of this worker rounds the numbers of a training, as torch's settings say."""
     dtypes = {parameter.dtype for parameter in prepared.model.parameters()}
-    dtypes = dtypes.union(*(list_dtypes(graph.partition.graph) for graph in prepared.graphs.values()))
+    dtypes = dtypes.union(*(list_cast_dtypes(graph.partition.graph) for graph in prepared.graphs.values()))
     if prepared.plan.precision == "bfloat16":
         dtypes.add(torch.bfloat16)
     convolutions = products = False
@@ -93,18 +93,22 @@ def read_rounding(prepared: CompiledTraining, device: torch.device) -> DeviceRou
         # The host computes a GRU as single matrix products, in which nothing tells it from others.
         products = recurrent or backends.cuda.matmul.fp32_precision == "tf32"
         dtypes |= {torch.float16} if convolutions or products else set()  # it has as many digits as TensorFloat32
-    return DeviceRounding(choose_tolerance(dtypes), convolutions, products)
+    tolerance = max((TOLERANCES[dtype] for dtype in dtypes if dtype in TOLERANCES), default=TOLERANCE)
+    return DeviceRounding(tolerance, convolutions, products)
 
 
-def list_dtypes(graph: Graph) -> set[torch.dtype]:
-    """Return the types of all values of a graph: what ``torch.autocast`` has cast is less precise than the weights."""
-    values = tree_leaves([node.meta.get("val") for node in graph.code.fx.nodes])
-    return {value.dtype for value in values if isinstance(value, Tensor)}
+def list_cast_dtypes(graph: Graph) -> set[torch.dtype]:
+    """Return the types to which a graph rounds numbers of more precise ones, as ``torch.autocast`` has it do."""
+    casts = set[torch.dtype]()
+    for node in graph.code.fx.nodes:
+        sources = {dtype for source in node.all_input_nodes for dtype in _list_floats(source)}
+        casts |= {d for d in _list_floats(node) if any(TOLERANCES[source] < TOLERANCES[d] for source in sources)}
+    return casts
 
 
-def choose_tolerance(dtypes: Iterable[torch.dtype]) -> float:
-    """Return the largest relative difference that counts as rounding without a measurement."""
-    return max((TOLERANCES[dtype] for dtype in dtypes if dtype in TOLERANCES), default=TOLERANCE)
+def _list_floats(node: fx.Node) -> set[torch.dtype]:
+    values = tree_leaves(node.meta.get("val"))
+    return {value.dtype for value in values if isinstance(value, Tensor) and value.dtype in TOLERANCES}
 
 
 @dataclass(frozen=True)
