@@ -3,12 +3,13 @@
 A number is a constant of its tape, and each further value would be a further tape, captured for seconds. From the
 second value on it is an input instead, a tensor without dimensions, if the function computes the same with one: the
 same shape and dtype by torch's own rules of promotion, and the same bits on numbers that are drawn to try it.
+A view is recorded without the size of the batch, which is another one in a worker's part and in a short last batch.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,3 +154,25 @@ def _run(func: Callable[..., Any], leaves: Sequence[Any], spec: Spec) -> list[Te
     sums = [result.double().pow(2).sum() for result in results if result.requires_grad]
     gradients = torch.autograd.grad(sum(sums[1:], sums[0]), sources, allow_unused=True) if sums and sources else ()
     return [*(result.detach() for result in results), *(g for g in gradients if g is not None)]
+
+
+def view_by_sample(tensor: Tensor, *sizes: int) -> Tensor:
+    """View a tensor as (its first dimension, *sizes)."""
+    if not sizes or tensor.dim() == 1:
+        return tensor.reshape(-1, *(1 if size == -1 else size for size in sizes))
+    view: Tensor = tensor.flatten(1).unflatten(1, sizes)
+    return view
+
+
+def without_batch_size(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return a function and its arguments; of a view that keeps the first dimension, the same without its size.
+
+    ``x.view(x.size(0), -1)`` names the size of the batch, and of a part of one this is another.
+    """
+    if func.__name__ not in ("view", "reshape") or kwargs or not isinstance(args[0], DeferredTensor):
+        return func, args
+    sizes = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+    shape = args[0].metadata.shape
+    if not sizes or not all(type(size) is int for size in sizes) or shape[:1] != tuple(sizes[:1]) or 0 in shape:
+        return func, args
+    return view_by_sample, (args[0], *sizes[1:])

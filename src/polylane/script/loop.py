@@ -26,6 +26,7 @@ from polylane.graph.capture.export import python_kept
 from polylane.plan.plan import AnyPlan
 from polylane.runtime.progress.script_calls import collective
 from polylane.runtime.workers.world import World
+from polylane.script.changing_numbers import without_batch_size
 from polylane.script.deferred import (
     DeferredTensor,
     is_augmented_assignment,
@@ -36,7 +37,7 @@ from polylane.script.deferred import (
     writes_in_place,
 )
 from polylane.script.loading.input_layout import BatchDim
-from polylane.script.loading.loaded_batch import BY_PYTHON, BatchSites, LoadedBatch, have_read_whole, without_batch_size
+from polylane.script.loading.loaded_batch import BY_PYTHON, BatchSites, LoadedBatch, have_read_whole
 from polylane.script.loading.loader_shares import LoaderShares
 from polylane.script.model_results import ModelCall
 from polylane.script.model_state.asked_gradients import AskedGradients

@@ -169,28 +169,6 @@ def have_read_whole(args: Sequence[Any], kwargs: Mapping[str, Any], reason: str)
     return bool(readers)
 
 
-def view_by_sample(tensor: Tensor, *sizes: int) -> Tensor:
-    """View a tensor as (its first dimension, *sizes)."""
-    if not sizes or tensor.dim() == 1:
-        return tensor.reshape(-1, *(1 if size == -1 else size for size in sizes))
-    view: Tensor = tensor.flatten(1).unflatten(1, sizes)
-    return view
-
-
-def without_batch_size(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return a function and its arguments; of a view that keeps the first dimension, the same without its size.
-
-    ``x.view(x.size(0), -1)`` names the size of the batch, and of a part of one this is another.
-    """
-    if func.__name__ not in ("view", "reshape") or kwargs or not isinstance(args[0], DeferredTensor):
-        return func, args
-    sizes = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
-    shape = args[0].metadata.shape
-    if not sizes or not all(type(size) is int for size in sizes) or shape[:1] != tuple(sizes[:1]) or 0 in shape:
-        return func, args
-    return view_by_sample, (args[0], *sizes[1:])
-
-
 class NotDivided(Exception):
     """What a script computes from a batch before it calls a model, or with a model's results, is not sample by sample.
 
