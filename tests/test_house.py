@@ -27,7 +27,7 @@ FLOORS = (
     ("errors",),
     ("settings", "yaml_file", "output", "parent_death", "faults"),
     ("recipe",),
-    ("graph", "cluster", "optim"),
+    ("graph", "cluster", "optim", "efficiency"),
     ("schedule",),
     ("placement",),
     ("observe",),

@@ -1,0 +1,159 @@
+"""Gradient noise scale with its interval: the ratio of two means over a sliding window of batches.
+
+The noise scale is mean(S) / mean(𝒢²): averaged first, since the ratio of one batch's estimates has no mean (its
+denominator may be near zero, or below). The interval is Fieller's (1954) for a ratio of correlated means, which stays
+honest where the denominator is known badly; the variance of the means is inflated by the autocorrelation of the
+estimates, since batches that follow each other see nearly the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polylane.efficiency.noise_estimates import NoiseEstimate
+
+# Batches that are averaged: enough for an interval of some percent, and few enough to follow a training, whose noise
+# scale grows over thousands of steps.
+WINDOW = 200
+# With fewer, neither a variance nor an autocorrelation is known.
+FEWEST = 8
+COVERAGE = 0.95
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """What the batches of a window say of the gradient noise scale.
+
+    Attributes:
+        gradient: mean estimate of the squared norm of the expected gradient, 𝒢².
+        spread: mean estimate of the trace of one sample's covariance, S.
+        batches: number of batches that are averaged.
+        effective: number of independent batches that would tell as much.
+        scale: S / 𝒢², in samples; None: not enough data yet, 𝒢² is within two standard errors of 0.
+        low, high: ends of the 95% interval of the scale; None without a scale.
+    """
+
+    gradient: float
+    spread: float
+    batches: int
+    effective: float
+    scale: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as the plain object of a step's line in metrics.jsonl."""
+        return {
+            "g2": self.gradient,
+            "s": self.spread,
+            "scale": self.scale,
+            "low": self.low,
+            "high": self.high,
+            "batches": self.batches,
+            "effective": self.effective,
+        }
+
+
+class NoiseWindow:
+    """The estimates of the last batches, as a sliding window.
+
+    Args:
+        size: number of batches that it holds; an older one is dropped for each that comes.
+    """
+
+    def __init__(self, size: int = WINDOW) -> None:
+        self._estimates = deque[NoiseEstimate](maxlen=size)
+
+    def add(self, estimate: NoiseEstimate) -> None:
+        """Add the estimates of a batch; those that are not finite are left out, as its update often is."""
+        if math.isfinite(estimate.gradient) and math.isfinite(estimate.spread):
+            self._estimates.append(estimate)
+
+    def measure(self) -> NoiseScale:
+        """Return what the batches of the window say."""
+        return measure_noise_scale(self._estimates)
+
+
+def measure_noise_scale(estimates: Iterable[NoiseEstimate]) -> NoiseScale:
+    """Return the noise scale of some batches, in their order, with its 95% interval.
+
+    Args:
+        estimates: of each batch; the weights should not have changed much from the first to the last.
+    """
+    pairs = np.array([(estimate.spread, estimate.gradient) for estimate in estimates], dtype=np.float64).reshape(-1, 2)
+    count = len(pairs)
+    if count < FEWEST:
+        spread, gradient = pairs.mean(axis=0) if count else (math.nan, math.nan)
+        return NoiseScale(float(gradient), float(spread), count, float(count))
+    spread, gradient = (float(mean) for mean in pairs.mean(axis=0))
+    # What the ratio's error is made of, to first order: where it is correlated from batch to batch, so is the ratio's.
+    ratio = spread / gradient if gradient else 0.0
+    inflation = autocorrelation_time(pairs[:, 0] - ratio * pairs[:, 1])
+    effective = count / inflation
+    covariance = np.cov(pairs, rowvar=False) / effective
+    unknown = NoiseScale(gradient, max(spread, 0.0), count, effective)
+    if gradient <= 2 * math.sqrt(covariance[1, 1]):
+        return unknown
+    interval = fieller_interval((spread, gradient), covariance, _quantile(effective - 1))
+    if interval is None:
+        return unknown
+    scale, low, high = (max(value, 0.0) for value in (ratio, *interval))
+    return NoiseScale(gradient, max(spread, 0.0), count, effective, scale, low, high)
+
+
+def fieller_interval(
+    means: tuple[float, float], covariance: NDArray[np.float64], quantile: float
+) -> tuple[float, float] | None:
+    """Return Fieller's interval for the ratio of two means; None where it is not bounded.
+
+    Those ratios r belong to it for which numerator - r · denominator is within ``quantile`` standard errors of 0.
+
+    Args:
+        means: numerator and denominator of the ratio.
+        covariance: [2, 2], of the two means.
+        quantile: number of standard errors.
+    """
+    (numerator, denominator), square = means, quantile**2
+    a = denominator**2 - square * covariance[1, 1]
+    b = numerator * denominator - square * covariance[0, 1]
+    c = numerator**2 - square * covariance[0, 0]
+    if a <= 0:
+        return None
+    root = math.sqrt(max(b * b - a * c, 0.0))
+    return float((b - root) / a), float((b + root) / a)
+
+
+def autocorrelation_time(values: Sequence[float] | NDArray[np.float64]) -> float:
+    """Return by what factor autocorrelation inflates the variance of a mean: 1 + 2 Σ ρ_k, at least 1.
+
+    The sum ends before the first lag whose correlation is not above its own noise, 1.64 / √n. Of values that are
+    independent hardly any lag enters, so that their interval does not get wider; at most a quarter of the lags do.
+
+    Args:
+        values: in the order of time.
+    """
+    deviations = np.asarray(values, dtype=np.float64) - np.mean(values)
+    count, variance = len(deviations), float(deviations @ deviations)
+    if variance <= 0:
+        return 1.0
+    total = 1.0
+    for lag in range(1, count // 4):
+        correlation = float(deviations[lag:] @ deviations[:-lag]) / variance
+        if correlation <= 1.64 / math.sqrt(count):
+            break
+        total += 2 * correlation
+    return min(total, count / FEWEST) if count > FEWEST else 1.0
+
+
+def _quantile(freedom: float) -> float:
+    """Return the two-sided quantile of Student's t for the coverage of the interval."""
+    from scipy.special import stdtrit  # type: ignore[import-untyped]
+
+    return float(stdtrit(max(freedom, 1.0), (1 + COVERAGE) / 2))
