@@ -49,6 +49,8 @@ CHECKS = {
     "runtime/sync/required_gradients.py",  # what was frozen or unfrozen
     "runtime/progress/script_calls.py",  # all ranks make the same call
     "runtime/stale_weights.py",  # what a script wrote into weights
+    "runtime/telemetry/observed_steps.py",  # whether this step is measured
+    "runtime/telemetry/telemetry.py",
 }
 TRANSPORT = str(Path(PACKAGE, "runtime", "transport"))
 

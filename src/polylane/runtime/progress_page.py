@@ -135,6 +135,10 @@ class Progress:
     def enter(self, phase: Phase) -> None:
         """Begin a phase, outside of any program."""
 
+    def phase_seconds(self, phase: Phase) -> float:
+        """Return how long this worker has been in a phase so far; 0 where nobody can see it."""
+        return 0.0
+
     def serve(self) -> None:
         """Become a dedicated parameter server, which is in that phase all the time."""
 
@@ -208,6 +212,7 @@ class ProgressWriter(Progress):
         self._action, self._is_new, self._usual, self._state_of_round = -1, False, 0, 0
         self._lines, self._programs, self._files = 0, dict[str, int](), set[str]()
         self._finished, self._action_began, self._round_began = 0, 0, 0
+        self._phase_began, self._phase_seconds = time.perf_counter(), dict.fromkeys(Phase, 0.0)
         main = threading.main_thread().ident or 0
         append_note(
             self._page,
@@ -241,8 +246,15 @@ class ProgressWriter(Progress):
         )
 
     def enter(self, phase: Phase) -> None:
+        moment = time.perf_counter()
+        self._phase_seconds[self._phase] += moment - self._phase_began
+        self._phase_began = moment
         self._phase, self._action = Phase.SERVING if self._serves else phase, -1
         self.words[STATE_WORD] = pack_state(self._round, self._phase, -1)
+
+    def phase_seconds(self, phase: Phase) -> float:
+        latest = time.perf_counter() - self._phase_began if phase is self._phase else 0.0
+        return self._phase_seconds[phase] + latest
 
     def serve(self) -> None:
         self._serves = True

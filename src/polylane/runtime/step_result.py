@@ -1,8 +1,8 @@
 """Step result: loss and spans of all workers, all-reduced as one vector while the next step runs.
 
-The vector is [total, count, changes, digests of what each worker read, by rank, then NUMBERS for each action of each
-worker's program, by rank]. A worker fills in its own numbers and leaves zeros elsewhere, so that the sum is a gather;
-an action that it skipped stays zero.
+The vector is [total, count, changes, digests of what each worker read, by rank, facts of each worker where the step is
+observed, by rank, then NUMBERS for each action of each worker's program, by rank]. A worker fills in its own numbers
+and leaves zeros elsewhere, so that the sum is a gather; an action that it skipped stays zero.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from polylane.runtime.pipeline.running_statistics import Kept
 from polylane.runtime.pipeline.sample_witness import WitnessedCall
 from polylane.runtime.plain_data.serialization import serializable
 from polylane.runtime.span_clock import TimedSpan
+from polylane.runtime.telemetry.worker_facts import WorkerFacts, read_facts
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 from polylane.runtime.transport.staged import HostStaging
 from polylane.schedule.action import Action, ActionKind
@@ -162,6 +163,8 @@ class StepResult:
     # How many of the numbers are digests, and the comparison of them, which raises; None: there is none, or no more.
     _digests: int = 0
     _compare: Callable[[Sequence[float]], None] | None = None
+    # How many of them are facts of workers; 0 where the step is not observed.
+    _facts: int = 0
 
     @property
     def loss(self) -> float:
@@ -191,7 +194,7 @@ class StepResult:
         """
         self.wait_complete()
         spans: list[Span] = []
-        numbers = self._vector[HEAD + self._digests :].tolist()
+        numbers = self._vector[HEAD + self._digests + self._facts :].tolist()
         if not numbers:
             title = "measured (this worker)"
             return Timeline(
@@ -205,6 +208,13 @@ class StepResult:
                 if end > 0:  # zeros: an action that was skipped, or a worker that is not in the group
                     spans.append(Span(program.rank, action, start, end, waited, round(size)))
         return Timeline(tuple(spans), len(self._programs), title="measured").from_zero()
+
+    @property
+    def facts(self) -> tuple[WorkerFacts, ...]:
+        """What each worker says of the step, by rank; empty where the step was not observed."""
+        self.wait_complete()
+        begin = HEAD + self._digests
+        return read_facts(self._vector[begin : begin + self._facts].tolist()) if self._facts else ()
 
     @property
     def is_complete(self) -> bool:
@@ -240,6 +250,7 @@ def gather_result(
     ranks: Sequence[int] | None,
     digests: Digests,
     compare: Callable[[Sequence[float]], None],
+    facts: Sequence[float | Tensor] = (),
 ) -> StepResult:
     """Start the all-reduce of a step's loss and spans.
 
@@ -254,6 +265,7 @@ def gather_result(
             all.
         digests: of what this worker has read, by rank, with zeros for the others.
         compare: called with the digests of all these workers; it raises where they have read different batches.
+        facts: what this worker says of the step, with zeros for the others; empty where the step is not observed.
     """
     ranks = range(transport.size) if ranks is None else ranks
     # Spans of an accelerator are known when it has ended them, for which no step waits.
@@ -266,11 +278,11 @@ def gather_result(
         for span in (timed.resolve() for timed in state.spans):
             at = NUMBERS * positions[span.action]
             numbers[at : at + NUMBERS] = span.start - ahead, span.end - ahead, span.waited, span.bytes
-    vector = state.to_vector([state.changes, *digests, *numbers], device)
+    vector = state.to_vector([state.changes, *digests, *facts, *numbers], device)
     pending = transport.all_reduce(vector, ranks) if len(ranks) > 1 else None
-    return StepResult(
-        step, state.tables.samples, vector, pending, programs, state.spans, len(digests), compare if pending else None
-    )
+    compare_read = compare if pending else None
+    sizes = len(digests), compare_read, len(facts)
+    return StepResult(step, state.tables.samples, vector, pending, programs, state.spans, *sizes)
 
 
 def align_clocks(steps: Sequence[Sequence[TimedSpan]], ahead: float) -> list[Span]:

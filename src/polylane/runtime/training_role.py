@@ -5,7 +5,6 @@ Its parts: :mod:`.program_binder`, :mod:`.parameters.local_model` and :mod:`.syn
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -38,17 +37,17 @@ from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.bind_program import lower_ahead
 from polylane.runtime.pipeline.refused_values import blame_on_values
 from polylane.runtime.program_binder import BoundProgram, ProgramBinder
-from polylane.runtime.span_clock import TimedSpan
 from polylane.runtime.stale_weights import allow_own_calls, track_stale_weights
 from polylane.runtime.state.held_tensors import WorkerState
 from polylane.runtime.state.model_state import optimized_parts
 from polylane.runtime.state.saved_state import SavedState
-from polylane.runtime.step_result import STEPS_KEPT, StepResult, StepState, align_clocks, gather_result
+from polylane.runtime.step_result import StepResult, StepState, align_clocks, gather_result
 from polylane.runtime.sync.choose_sync import build_sync
 from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
 from polylane.runtime.sync.objective_update import build_updates
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.sync.required_gradients import RequiredGradients
+from polylane.runtime.telemetry.telemetry import StepsInFlight, Telemetry
 from polylane.runtime.traffic_report import count_traffic
 from polylane.runtime.transport import clock
 from polylane.runtime.transport.protocol import TransportCounters
@@ -64,6 +63,7 @@ class TrainingRole:
 
     Attributes:
         world: this worker's rank among those that train, with device and backend.
+        telemetry: observes some of its steps.
     """
 
     def __init__(
@@ -107,7 +107,8 @@ class TrainingRole:
             self._sync.max_steps_in_flight = 2 + self._binder.pipeline.delay
         self._stale_weights = track_stale_weights(self._local_model)
         self._state = WorkerTrainingState(self._local_model, self._updates, self._sync, self._required_gradients)
-        self._in_flight, self._spans = deque[StepResult](), deque[tuple[TimedSpan, ...]](maxlen=STEPS_KEPT)
+        self.telemetry = Telemetry(world, self._local_model, has_norms=not self.plan.is_asynchronous)
+        self._in_flight = StepsInFlight(self.telemetry)
         self._trials = ReadTrials(world.rank == 0)
         self._traffic = count_traffic(self._connections, self._sync, self._local_model, self._programs)
 
@@ -145,8 +146,9 @@ class TrainingRole:
             is_local = self._is_last_step_local = self._sync.is_replica_local(name)
             with progress.during(Phase.COMPILING):
                 bound = self._cache.compiled_for(name, local_batch, True, is_local, StepDraws(self._seed, self._step))
-                self._limit_in_flight(self._sync.max_steps_in_flight)
+                self._in_flight.limit(self._sync.max_steps_in_flight)
                 self._checks.add_script(digests, update, self._cache.settings_version)
+            self.telemetry.begin_step(self._step)
             for objective_update in self._updates.values():
                 objective_update.set_mode(training=True)
             update.zero_grad()
@@ -160,12 +162,12 @@ class TrainingRole:
             state.changes = self._required_gradients.follow_update()
             compare = partial(self._checks.compare, what=label, was_read=was_read)
             context = self._clock_offset, self._transport, self.world.device, self._sync.loss_ranks
-            result = gather_result(self._step, bound.programs, state, *context, digests, compare)
+            facts = self.telemetry.collect(state, self._in_flight.spans)
+            result = gather_result(self._step, bound.programs, state, *context, digests, compare, facts)
             self._stale_weights.record_step(self._sync.weights_differ)
         self._required_gradients.record_result(result)
-        self._in_flight.append(result)
+        self._in_flight.add(result, state.spans)
         self._checks.keep(result)
-        self._spans.append(tuple(state.spans))
         self._step += 1
         update.follow_loss(lambda: result.loss)
         return result, state, bound
@@ -185,15 +187,10 @@ class TrainingRole:
         except ActionFailed as failed:
             raise blame_on_values(label, failed) from failed.cause
 
-    def _limit_in_flight(self, limit: int) -> None:
-        """Wait until fewer than ``limit`` steps are in flight."""
-        while len(self._in_flight) >= limit:
-            self._in_flight.popleft().wait_complete()
-
     def complete_steps(self) -> None:
         """Complete the steps under way, and refuse them if not all workers have read the same; collective."""
         self._pause_training()
-        self._limit_in_flight(1)
+        self._in_flight.limit(1)
         self._checks.check_kept()
 
     def _complete_gradients(self, name: str, bound: BoundProgram, state: StepState) -> None:
@@ -211,6 +208,7 @@ class TrainingRole:
                 update.scale_gradients(state.samples_in_mean / float(count))
         self._required_gradients.refuse_changes()
         self._hooks.run(update.local_parameters, self._seed, self._step)
+        self.telemetry.note_gradients(update)
 
     def _apply_update(self, name: str, bound: BoundProgram, state: StepState) -> None:
         self._complete_gradients(name, bound, state)
@@ -368,7 +366,7 @@ class TrainingRole:
 
     def spans(self, steps: int) -> list[Span]:
         """Return the spans of this worker's last ``steps`` steps, in seconds on the clock of rank 0."""
-        return align_clocks([*self._spans][-steps:], self._clock_offset)
+        return align_clocks([*self._in_flight.spans][-steps:], self._clock_offset)
 
     def stepping(self) -> list[LocalOptimizer]:
         if (server_optimizers := self._sync.stepping_optimizers()) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -48,6 +48,9 @@ class ObjectiveUpdate:
         clipper: bounds the norm of the gradients, or None.
         shards: ZeRO shards of this worker; none without ``sync.shard``.
         full_parameters: this worker's parameters in the shapes that its passes compute with, by name.
+        counted_names: names of the parameters or shards that this worker counts in sums over all: each distinct one has
+            one worker that counts it in a replica.
+        copies: number of replicas that count the same.
         note_loss: runs the lines of the user's loss that only note something, with what returns the loss; None without.
         step_key: seed of the training and number of the step: what the optimizer's random numbers depend on.
         compressor: sums gradients over replicas; shared by all bound programs of the objective, so that error feedback
@@ -62,6 +65,8 @@ class ObjectiveUpdate:
     shards: Shards
     full_parameters: dict[str, nn.Parameter]
     compressor: GradientCompressor
+    counted_names: Sequence[str] = ()
+    copies: int = 1
     note_loss: Callable[[Callable[[], float]], None] | None = None
     step_key: tuple[int, ...] | None = None
     _is_training: bool | None = None  # whether the optimizer's train() or its eval() was called last
@@ -117,6 +122,17 @@ class ObjectiveUpdate:
         if self.note_loss is not None:
             self.note_loss(read_loss)
 
+    def squared_norm(self) -> Tensor:
+        """Return this worker's share of the squared 2-norm of all gradients, a float64 scalar on its device.
+
+        The shares of all workers add up to the whole; replicas with gradients of their own make up a mean.
+        """
+        gradients = [self.local_parameters[name].grad for name in self.counted_names]
+        present = [g.coalesce().values() if g.is_sparse else g for g in gradients if g is not None]
+        if not present:
+            return torch.zeros((), dtype=torch.float64)
+        return torch.stack(torch._foreach_norm(present, 2.0)).double().square().sum() / self.copies
+
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the gradients of all local parameters and shards by a number, or by a scalar tensor, in place."""
         grads = [p.grad for p in self.local_parameters.values() if p.grad is not None]
@@ -170,7 +186,11 @@ def _trainer_of(
     scheduler = build_scheduler(local_model.prepared.objectives[name].scheduler, built)
     codec = choose_compressor(local_model.prepared.plan.sync, {n: p for n, p in parameters.items() if p.requires_grad})
     note = _bind_log(local_model, name)
-    return ObjectiveUpdate(built, scheduler, order, updated_parts, clipper, local_model.shards, parameters, codec, note)
+    copies = 1 if _sums_all_replicas(local_model) else local_model.prepared.plan.data
+    shards = local_model.shards
+    return ObjectiveUpdate(
+        built, scheduler, order, updated_parts, clipper, shards, parameters, codec, counted, copies, note
+    )
 
 
 def _bind_log(local_model: LocalModel, name: str) -> Callable[[Callable[[], float]], None] | None:
@@ -191,10 +211,15 @@ def _counted_names(local_model: LocalModel, names: Iterable[str]) -> list[str]:
     """Return names whose local shard counts in the sums of :func:`_make_replica_sum`: each distinct shard once."""
     plan, shards = local_model.prepared.plan, local_model.shards
     is_first = plan.stage_and_replica(local_model.world.rank)[1] == 0
-    if not (plan.has_uneven_replicas or local_model.shard_units.units):
+    if not _sums_all_replicas(local_model):
         is_first = True  # the sum is over one replica; otherwise it is over all, and only replica 0 counts
     local_names = filter(local_model.shard_spec.speaks_for, names)
     return [n for n in local_names if (shards.is_counted if n in shards.buffer_of else is_first)]
+
+
+def _sums_all_replicas(local_model: LocalModel) -> bool:
+    """Return whether sums over all shards are those of all workers: with ZeRO, or other numbers of replicas."""
+    return bool(local_model.prepared.plan.has_uneven_replicas or local_model.shard_units.units)
 
 
 def _make_replica_sum(local_model: LocalModel) -> Callable[[Tensor], Tensor]:
