@@ -90,7 +90,7 @@ def test_simulate_says_what_a_step_takes(recipe: Path) -> None:
     # Forward: a multiplication and an addition for each weight and sample, in four layers; three times that for a step.
     linear = 3 * 2 * 64 * 64 * 4 * 64
     assert linear <= found["model_flops"] <= 1.1 * linear
-    parts = [found["utilization"], found["bubble"], found["exposed_communication"]]
+    parts = [found[name] for name in ("utilization", "moving", "waiting", "bubble")]
     assert sum(parts) == pytest.approx(1, abs=1e-6)
     memory = [stage["memory"] for stage in found["stages"]]
     # Four layers of 64 x 64 + 64 float32 numbers; Adam keeps two more of each, and a count.
@@ -135,7 +135,7 @@ def test_replicas_may_sum_parameters_every_so_many_steps(recipe: Path) -> None:
     assert seldom.exit_code == 0, seldom.output
     synchronous, local = json.loads(often.stdout), json.loads(seldom.stdout)
     assert local["every"] == 32 and local["step_seconds"] < synchronous["step_seconds"] / 8
-    assert sum(local[name] for name in ("utilization", "bubble", "exposed_communication")) == pytest.approx(1)
+    assert sum(local[name] for name in ("utilization", "moving", "waiting", "bubble")) == pytest.approx(1)
     (most,), (mean,) = synchronous["bytes"], local["bytes"]
     assert most["level"] == mean["level"] == "cluster"
     assert mean["bytes"] == pytest.approx(most["bytes"] / 32, rel=1e-3)

@@ -102,7 +102,7 @@ def test_one_worker_stands_for_all_that_are_like_it(plan: str) -> None:
     few, every = predicted(plan, 4), predicted(plan, 4, every=True)
     assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
     assert few.utilization == pytest.approx(every.utilization, rel=1e-9)
-    assert few.utilization + few.bubble + few.exposed_communication == pytest.approx(1)
+    assert few.utilization + few.moving + few.waiting + few.bubble == pytest.approx(1)
 
 
 def test_sums_within_a_replica_stay() -> None:

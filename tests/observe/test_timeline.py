@@ -1,4 +1,4 @@
-"""What a timeline says of itself: busy, idle and exposed time, live microbatches, files."""
+"""What a timeline says of itself: busy time, live microbatches, files."""
 
 from __future__ import annotations
 
@@ -41,21 +41,13 @@ def test_busy_counts_overlapping_compute_once() -> None:
     assert MIXED.busy() == (6, 3, 0)
 
 
-def test_exposed_communication_is_what_no_compute_covers() -> None:
-    assert MIXED.exposed_communication() == (2, 2, 0)
-
-
-def test_busy_exposed_and_idle_make_up_the_makespan() -> None:
-    assert MIXED.idle() == (2, 5, 10)
-
-
 def test_utilization_is_coloured_area_over_the_rectangle() -> None:
     assert MIXED.utilization() == 9 / 30
 
 
 def test_an_empty_timeline() -> None:
     empty = Timeline((), ranks=2)
-    assert (empty.makespan(), empty.busy(), empty.idle(), empty.utilization()) == (0, (0, 0), (0, 0), 0.0)
+    assert (empty.makespan(), empty.busy(), empty.utilization()) == (0, (0, 0), 0.0)
     assert empty.peak_live_microbatches() == (0, 0)
     assert empty.from_zero() == empty
 
@@ -134,10 +126,9 @@ def test_the_schema() -> None:
     }
 
 
-def test_waiting_inside_an_action_is_communication() -> None:
+def test_waiting_inside_an_action_is_no_computing() -> None:
     timeline = Timeline((Span(0, Action(ActionKind.FORWARD, 0, 0), 0, 10, waited=4),), ranks=1)
     assert timeline.busy() == (6,)
-    assert timeline.exposed_communication() == (4,)
     assert timeline.utilization() == 0.6
     assert Timeline.from_dict(timeline.to_dict()) == timeline
 

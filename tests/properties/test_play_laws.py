@@ -18,6 +18,7 @@ from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.cost.simulator.shared_cores import SharedCores
 from polylane.cost.simulator.simulate import simulate_tasks
 from polylane.cost.simulator.task import Task, TransferTime
+from polylane.observe.time_account import account_time
 from polylane.observe.timeline import Timeline
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.interleaved import interleaved
@@ -208,13 +209,13 @@ def test_events_come_to_the_same_where_there_is_enough_for_all(lanes: Lanes) -> 
 
 @given(crowds())
 @settings(deadline=None, max_examples=subsets.examples(40))
-def test_every_moment_of_a_lane_is_one_of_three(crowd: tuple[Lanes, list[SharedCores]]) -> None:
+def test_every_moment_of_a_lane_is_one_of_four(crowd: tuple[Lanes, list[SharedCores]]) -> None:
     """And nothing that can be run is a deadlock, whatever is shared."""
     lanes, hosts = crowd
     timeline = simulate_tasks(lanes, hosts)
     assert len(timeline.spans) == sum(map(len, lanes))
-    for busy, exposed, idle in zip(timeline.busy(), timeline.exposed_communication(), timeline.idle(), strict=True):
-        assert busy + exposed + idle == pytest.approx(timeline.makespan(), abs=1e-9)
+    for rank in account_time(timeline).ranks:
+        assert rank.computing + rank.communication + rank.bubble == pytest.approx(timeline.makespan(), abs=1e-9)
     for tasks, spans in zip(lanes, _lanes(timeline), strict=True):
         assert [span.action for span in spans] == [task.action for task in tasks]
         keeping = [

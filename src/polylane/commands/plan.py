@@ -115,7 +115,9 @@ def _row(ranked_plan: RankedPlan, cluster: Cluster) -> dict[str, Any]:
         "samples_per_second": prediction.samples_per_second,
         "memory": worst.total,
         "utilization": prediction.utilization,
-        "exposed_communication": prediction.exposed_communication,
+        "moving": prediction.moving,
+        "waiting": prediction.waiting,
+        "bubble": prediction.bubble,
         # The price of a cluster is per hour and for all of its devices; a plan pays for those that it uses.
         "price": cluster.price * ranked_plan.plan.workers / cluster.count * prediction.seconds / 3600,
         "estimate_seconds": ranked_plan.candidate.seconds,
@@ -138,7 +140,7 @@ def _show(answer: SearchResult, cluster: Cluster, words: Sequence[str]) -> None:
             f"{row['samples_per_second']:,.1f}",
             bound + format_size(row["memory"]),
             f"{row['utilization']:.0%}",
-            f"{row['exposed_communication']:.0%}",
+            f"{row['moving']:.0%}",
             f"{row['price']:.2g}" if row["price"] else "",
         )
     printing.console().print(grid)

@@ -174,8 +174,9 @@ def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: Trai
         "flops_per_second_per_device": device_flops,
         "mfu": device_flops / device.peak(method.dtype),
         "utilization": prediction.utilization,
+        "moving": prediction.moving,
+        "waiting": prediction.waiting,
         "bubble": prediction.bubble,
-        "exposed_communication": prediction.exposed_communication,
         "bytes": sent_bytes(prediction, cluster),
         "stages": [_stage(prediction, index, cluster) for index in range(len(plan.first_chunks))],
         "price": cluster.price * plan.workers / cluster.count * step / 3600,
@@ -290,8 +291,8 @@ def print_prediction(facts: dict[str, Any]) -> None:
     )
     screen.print(
         f"{facts['flops_per_second_per_device'] / 1e12:.1f} TFLOP/s per device of the model's own work, "
-        f"{facts['mfu']:.1%} of the peak; workers compute {facts['utilization']:.1%} of the time, wait in the pipeline "
-        f"{facts['bubble']:.1%}, for messages {facts['exposed_communication']:.1%}."
+        f"{facts['mfu']:.1%} of the peak; workers compute {facts['utilization']:.1%} of the time, move bytes "
+        f"{facts['moving']:.1%}, wait for slower workers {facts['waiting']:.1%}, bubbles {facts['bubble']:.1%}."
     )
     if facts["overlap_seconds"]:
         early = printing.format_duration(facts["overlap_seconds"])

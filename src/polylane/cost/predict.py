@@ -15,6 +15,8 @@ from polylane.cost.simulator.simulate import simulate_tasks
 from polylane.cost.simulator.task import Task
 from polylane.cost.task_lanes import TaskBuilder
 from polylane.graph.partition import Partition
+from polylane.observe.stretches import TimeState
+from polylane.observe.time_account import account_time
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan import Plan
 from polylane.program.lower import lower, unroll, without_replica_sync
@@ -83,19 +85,46 @@ class Prediction:
 
         return self.mean_over_period(worked) / area if area else 0.0
 
+    @cached_property
+    def time_shares(self) -> dict[str, float]:
+        """Fractions (0 to 1) of the lanes' time, by the names of time accounts: they add up to 1.
+
+        On lanes that stand for unequal numbers of workers, ``computing`` is not :attr:`utilization`.
+        """
+        accounts = {id(t): account_time(t) for t in (self.timeline, self.local_step_timeline) if t is not None}
+        area = len(self.lanes) * self.seconds
+
+        def share(name: str) -> float:
+            def seconds(timeline: Timeline) -> float:
+                account = accounts[id(timeline)]
+                return account.shares()[name] * account.makespan * len(account.ranks)
+
+            return self.mean_over_period(seconds) / area
+
+        if not area:
+            return {str(state): 0.0 for state in TimeState}
+        shares = {str(state): share(state) for state in TimeState}
+        # Steps that overlap do so where lanes would idle: in bubbles, then where they would wait.
+        overlap = self.overlap / self.seconds
+        for state in (TimeState.BUBBLE, TimeState.WAITING):
+            overlapped = min(overlap, shares[state])
+            shares[state], overlap = shares[state] - overlapped, overlap - overlapped
+        return shares
+
     @property
     def bubble(self) -> float:
-        """Fraction (0 to 1) of the lanes' time in which nothing happens: the pipeline bubble."""
-        # Steps that overlap do so where lanes would idle.
-        return self._share_of_lane_time(lambda timeline: sum(timeline.idle()) - len(self.lanes) * self.overlap)
+        """Fraction (0 to 1) of the lanes' time that the order of the passes leaves empty: the pipeline bubble."""
+        return self.time_shares[TimeState.BUBBLE]
 
     @property
-    def exposed_communication(self) -> float:
-        """Fraction (0 to 1) of the lanes' time in which they communicate and do not compute."""
-        return self._share_of_lane_time(lambda timeline: sum(timeline.exposed_communication()))
+    def waiting(self) -> float:
+        """Fraction (0 to 1) of the lanes' time in which they wait for a slower worker."""
+        return self.time_shares[TimeState.WAITING]
 
-    def _share_of_lane_time(self, of: Callable[[Timeline], float]) -> float:
-        return self.mean_over_period(of) / (len(self.lanes) * self.seconds) if self.seconds else 0.0
+    @property
+    def moving(self) -> float:
+        """Fraction (0 to 1) of the lanes' time in which bytes move and nothing is computed."""
+        return self.time_shares[TimeState.MOVING]
 
     @property
     def samples_per_second(self) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from polylane.schedule.action import COMMUNICATION, COMPUTE, Action, ActionKind
+from polylane.schedule.action import COMPUTE, Action, ActionKind
 
 # The columns of a span in a file. `from_dict` reads them by name, so that a later version may add columns.
 COLUMNS = ("rank", "kind", "stage", "microbatch", "value", "peer", "gradient", "start", "end", "waited", "bytes")
@@ -53,6 +53,8 @@ class Timeline:
         unit: "seconds" where measured or predicted, "ticks" in theory.
         title: headline of a picture; "" for none.
         notes: further facts by name, such as the step; all of them text.
+        groups: by the name of a reduce, the groups of ranks that have it, where ranks with other coordinates sum other
+            gradients under the same name; a name that is missing is of all ranks that have it.
 
     Raises:
         ValueError: a span's rank is outside the lanes, or it ends before it starts.
@@ -63,6 +65,7 @@ class Timeline:
     unit: str = "seconds"
     title: str = ""
     notes: dict[str, str] = field(default_factory=dict)
+    groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for span in self.spans:
@@ -87,22 +90,12 @@ class Timeline:
         return tuple(tuple(sorted(lane, key=lambda span: (span.start, -span.end))) for lane in lanes)
 
     def busy(self) -> tuple[float, ...]:
-        """Return for each rank the time in which it computes, less what it waited inside; overlaps count once."""
+        """Return for each rank the time in which it computes, less what it waited inside; overlaps count once.
+
+        What it does with the rest of its time: :func:`polylane.observe.time_account.account_time`.
+        """
         compute = (_spans_of_kinds(lane, COMPUTE) for lane in self.lanes())
         return tuple(max(0, _length(union_intervals(spans)) - sum(span.waited for span in spans)) for spans in compute)
-
-    def exposed_communication(self) -> tuple[float, ...]:
-        """Return for each rank the time in which it communicates, or waits inside an action, and does not compute."""
-        either = (_length(union_intervals(_spans_of_kinds(lane, COMPUTE | COMMUNICATION))) for lane in self.lanes())
-        return tuple(max(0, active_time - busy) for active_time, busy in zip(either, self.busy(), strict=True))
-
-    def idle(self) -> tuple[float, ...]:
-        """Return for each rank the time without any span: busy + exposed communication + idle = makespan."""
-        makespan = self.makespan()
-        return tuple(
-            max(0, makespan - busy - exposed)
-            for busy, exposed in zip(self.busy(), self.exposed_communication(), strict=True)
-        )
 
     def sent(self) -> tuple[int, ...]:
         """Return for each rank the bytes of its sends, its reduces and the collectives inside its actions."""
@@ -153,7 +146,8 @@ class Timeline:
             for a in (s.action,)
         ]
         head = {"polylane": 1, "kind": "timeline", "title": self.title, "unit": self.unit, "ranks": self.ranks}
-        return {**head, "notes": dict(self.notes), "columns": list(COLUMNS), "spans": rows}
+        groups = {"groups": {name: [*map(list, ranks)] for name, ranks in self.groups.items()}} if self.groups else {}
+        return {**head, "notes": dict(self.notes), **groups, "columns": list(COLUMNS), "spans": rows}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Timeline:
@@ -175,7 +169,8 @@ class Timeline:
         places = {name: index for index, name in enumerate(data["columns"])}
         at = [places.get(name) for name in COLUMNS]
         spans = tuple(_span_from_row(number, row, at) for number, row in enumerate(data["spans"]))
-        return Timeline(spans, data["ranks"], data["unit"], data.get("title", ""), dict(data.get("notes", {})))
+        groups = {name: tuple(map(tuple, ranks)) for name, ranks in data.get("groups", {}).items()}
+        return Timeline(spans, data["ranks"], data["unit"], data.get("title", ""), dict(data.get("notes", {})), groups)
 
 
 def union_intervals(spans: Iterable[Span]) -> list[tuple[float, float]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from polylane.cluster.cluster import Cluster, Links
 from polylane.cluster.link import Link
 from polylane.cost.predict import Prediction
+from polylane.observe.time_account import account_time
 from polylane.plan.fixed_keys import ScheduleOption
 from polylane.plan.options import ROUND_ROBIN
 from polylane.plan.spec import format_degrees
@@ -137,14 +138,15 @@ def step_shares(prediction: Prediction) -> tuple[StepShare, ...]:
     stage = prediction.plan.stage_and_replica(prediction.lanes[lane])[0]
     stage_cost, microbatches = prediction.stages[stage], prediction.plan.turns(stage)
     waits = microbatches * stage_cost.collective_seconds
-    exposed = max(0.0, timeline.exposed_communication()[lane] - waits)
+    account = account_time(timeline).ranks[lane]
+    moving = max(0.0, account.moving - waits)
     issuing = microbatches * stage_cost.passes.stalled
     seconds = {
         "computing": timeline.busy()[lane] - stage_cost.update_seconds - issuing,
         ISSUING: issuing,
         "collectives of split operators": waits,
-        "gradients and messages that nothing hides": exposed,
-        "waiting for other stages": max(0.0, timeline.idle()[lane] - prediction.overlap),
+        "gradients and messages that nothing hides": moving,
+        "waiting for other stages": max(0.0, account.waited + account.bubble - prediction.overlap),
         "the optimizer": stage_cost.update_seconds,
     }
     return tuple(

@@ -207,7 +207,8 @@ class StepResult:
                 at += NUMBERS
                 if end > 0:  # zeros: an action that was skipped, or a worker that is not in the group
                     spans.append(Span(program.rank, action, start, end, waited, round(size)))
-        return Timeline(tuple(spans), len(self._programs), title="measured").from_zero()
+        groups = groups_of_buckets(self._programs)
+        return Timeline(tuple(spans), len(self._programs), title="measured", groups=groups).from_zero()
 
     @property
     def facts(self) -> tuple[WorkerFacts, ...]:
@@ -238,6 +239,15 @@ class StepResult:
         if self._compare is not None:
             compare, self._compare = self._compare, None
             compare(self._vector[HEAD : HEAD + self._digests].tolist())
+
+
+def groups_of_buckets(programs: Sequence[Program]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Return the groups of ranks of the buckets that several groups have under one name, for `Timeline.groups`."""
+    groups: dict[str, dict[tuple[int, ...], None]] = {}
+    for program in programs:
+        for bucket in program.buckets:
+            groups.setdefault(bucket.name, {})[bucket.ranks] = None
+    return {name: tuple(ranks) for name, ranks in groups.items() if len(ranks) > 1}
 
 
 def gather_result(

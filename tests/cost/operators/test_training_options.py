@@ -15,6 +15,7 @@ from polylane.cost.shard_traffic import EXPOSED, ShardTrafficSeconds, exposed_se
 from polylane.cost.stage_cost import StageCosts
 from polylane.graph.capture.repeatable import NOTHING_DROPPED
 from polylane.graph.graph import Graph
+from polylane.observe.time_account import account_time
 from polylane.observe.timeline import Span
 from polylane.plan.spec import Degrees
 from polylane.plan.spec import parse as spec_of
@@ -134,7 +135,7 @@ def test_two_replicas_scatter_update_a_half_each_and_gather(shard: str, dtype: s
     )
     update = basis.update_seconds(basis.cluster.device(0), weights(SMALL) // 4 // 2)
     assert found.seconds == pytest.approx(passes + scattered + update + gathered, rel=1e-9)
-    assert found.timeline.exposed_communication()[0] == pytest.approx(scattered + gathered, rel=1e-9)
+    assert account_time(found.timeline).ranks[0].communication == pytest.approx(scattered + gathered, rel=1e-9)
     (reduce,), (step,) = spans(found, ActionKind.REDUCE), spans(found, ActionKind.STEP)
     assert reduce.bytes == step.bytes == size / 2
 
@@ -184,7 +185,7 @@ def test_gathered_parameters_take_what_the_closed_form_takes(link: str, batch: i
     if {ways[i] > (1 - EXPOSED) * sums[i] for i in (0, 1)} == {True}:  # both passes hide what they can
         assert found.seconds == pytest.approx(sharded(there + back, traffic, 2) + stage.update_seconds, rel=1e-9)
     exposed = 2 * (stage.shard_traffic.waits + stage.shard_traffic.backward_waits)
-    assert found.timeline.exposed_communication()[0] == pytest.approx(exposed)
+    assert account_time(found.timeline).ranks[0].communication == pytest.approx(exposed)
 
 
 @pytest.mark.parametrize("shard", subsets.one_in(3, ["optimizer", "gradients", "parameters"], first=2))

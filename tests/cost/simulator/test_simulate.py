@@ -6,6 +6,7 @@ import pytest
 
 from polylane.cost.simulator.simulate import simulate_tasks
 from polylane.cost.simulator.task import Task, TransferTime
+from polylane.observe.time_account import account_time
 from polylane.observe.timeline import Span
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.schedules import schedule_lanes
@@ -46,10 +47,12 @@ def test_a_message_that_is_there_is_not_waited_for() -> None:
     assert times(timeline, 1) == [("forward", 0, 5), ("receive", 5, 5), ("forward", 5, 6)]
 
 
-def test_what_is_waited_for_before_it_is_sent_is_a_bubble() -> None:
+def test_what_is_waited_for_before_it_is_sent_is_no_communication() -> None:
     timeline = simulate_tasks([[forward(4), send("a", TransferTime(1))], [receive("a"), forward(1)]])
-    assert timeline.exposed_communication() == (0, 1)
-    assert timeline.idle() == (2, 4)
+    first, second = account_time(timeline).ranks
+    assert (first.computing, first.moving, first.waiting, first.bubble) == (4, 0, {}, 2)
+    # A forward takes 1 as a rule, so that what lane 0 takes beyond that is waited for.
+    assert (second.computing, second.moving, second.waiting, second.bubble) == (1, 1, {0: 3}, 1)
 
 
 def test_packing_and_unpacking_keep_the_lane() -> None:
@@ -151,7 +154,8 @@ def test_a_reduction_starts_when_the_last_lane_is_ready() -> None:
 def test_an_overlapped_reduction_runs_beside_and_the_step_waits_for_it() -> None:
     timeline = simulate_tasks([[backward(1), reduce("w", 5, (0,), overlapped=True), forward(2, 1), step(1)]])
     assert times(timeline, 0) == [("backward", 0, 1), ("reduce", 1, 6), ("forward", 1, 3), ("step", 6, 7)]
-    assert (timeline.busy(), timeline.exposed_communication()) == ((4,), (3,))
+    (lane,) = account_time(timeline).ranks
+    assert (lane.computing, lane.moving, lane.bubble) == (4, 3, 0)
 
 
 def test_buckets_leave_in_the_course_of_the_last_backward_pass() -> None:

@@ -227,7 +227,7 @@ def test_html_is_one_well_formed_file() -> None:
     assert not [tag for tag, attributes in page.tags if {"src", "href"} & attributes.keys()]
     assert "http" not in source and "@import" not in source
     assert page.words["h1"] == ["1f1b · stages 4 · microbatches 8"]
-    assert page.words["td"][:5] == ["72.7 %", "24 ticks", "0 ticks", "9 ticks", "4"]
+    assert page.words["td"][:6] == ["72.7 %", "24 ticks", "0 ticks", "0", "9 ticks", "4"]
     assert "all, of 132 ticks" in page.words["th"]
 
 
@@ -254,8 +254,8 @@ def test_html_holds_bytes_and_how_long_they_took_at_most() -> None:
 def test_html_has_a_column_of_bytes_where_there_are_any() -> None:
     assert "sent" not in Page(html(measured())).words["th"]
     page = Page(html(sized()))
-    assert page.words["th"][5] == "sent"
-    assert [page.words["td"][i] for i in (5, 11, -1)] == ["1.2 MB", "660 kB", "1.9 MB"]
+    assert page.words["th"][6] == "sent"
+    assert [page.words["td"][i] for i in (6, 13, -1)] == ["1.2 MB", "660 kB", "1.9 MB"]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in node")

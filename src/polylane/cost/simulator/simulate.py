@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
 from polylane.cost.simulator.contention import ContentionSimulator
@@ -10,6 +11,7 @@ from polylane.cost.simulator.matching import MatchedLanes, Role, ScheduledTask, 
 from polylane.cost.simulator.shared_cores import SharedCores
 from polylane.cost.simulator.task import Task, describe_action
 from polylane.observe.timeline import Span, Timeline
+from polylane.schedule.action import ActionKind
 
 
 def simulate_tasks(lanes: Sequence[Sequence[Task]], hosts: Sequence[SharedCores] = ()) -> Timeline:
@@ -26,7 +28,7 @@ def simulate_tasks(lanes: Sequence[Sequence[Task]], hosts: Sequence[SharedCores]
 
     In the timeline a pass, a step and a send last as long as they keep their lane; a receive begins when its lane waits
     for it and its message has been requested; a reduction lasts from when it moves until it is done and no lane waits
-    for it. Time in which a lane neither computes nor communicates is a bubble: it waits for a lane that is still busy.
+    for it. Time in which a lane neither computes nor communicates waits for a lane that is still busy.
     The timeline ends when all lanes are done; messages that no lane waits for may then still be in flight.
 
     If cores suffice for everything at once, the run time is linear in the tasks, and integers stay integers.
@@ -53,7 +55,16 @@ def simulate_tasks(lanes: Sequence[Sequence[Task]], hosts: Sequence[SharedCores]
         longest_path(matched.lanes)
     _check_all_ran(matched)
     spans = tuple(span for lane, ops in enumerate(matched.lanes) for span in _spans(lane, ops))
-    return Timeline(spans=spans, ranks=len(lanes))
+    return Timeline(spans=spans, ranks=len(lanes), groups=_groups_of_reduces(matched.messages))
+
+
+def _groups_of_reduces(transmissions: Sequence[Transmission]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Return the groups of lanes of the reductions that several groups have under one name."""
+    groups = defaultdict[str, dict[tuple[int, ...], None]](dict)
+    for travel in transmissions:
+        if travel.action.kind is ActionKind.REDUCE and travel.action.value is not None:
+            groups[travel.action.value][travel.lanes] = None
+    return {name: tuple(lanes) for name, lanes in groups.items() if len(lanes) > 1}
 
 
 def _can_contend(host: SharedCores, matched: MatchedLanes) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from polylane.observe.swimlane import layout
 from polylane.observe.swimlane.svg import escape
+from polylane.observe.time_account import RankTime, account_time
 from polylane.observe.timeline import Span, Timeline, transfer_times
 from polylane.schedule.action import ActionKind
 
@@ -20,8 +21,8 @@ def html(timeline: Timeline) -> str:
     """Return the swimlane as a page of its own: no other file, no network, light or dark as the reader's system is.
 
     Pointing at a span shows its rank, kind, stage, microbatch, value, peer, start, duration, bytes, and the least
-    bandwidth at which they travelled. The table below the lanes has, for each rank, busy, exposed communication and
-    idle time, the peak of live microbatches, and the bytes sent where they are known.
+    bandwidth at which they travelled. The table below the lanes has, for each rank, its time account
+    (`polylane.observe.time_account`), the peak of live microbatches, and the bytes sent where they are known.
     """
     lanes = layout.build_rows(timeline)
     parts = {
@@ -44,27 +45,35 @@ def _legend(timeline: Timeline) -> Iterator[str]:
 
 
 def _table(timeline: Timeline, labels: Sequence[str]) -> Iterator[str]:
-    makespan, unit = timeline.makespan(), timeline.unit
-    busy, exposed, idle = timeline.busy(), timeline.exposed_communication(), timeline.idle()
+    account, unit = account_time(timeline), timeline.unit
     sent = timeline.sent() if any(timeline.sent()) else ()
-    heads = ["", "utilization", "busy", "exposed communication", "idle", "peak live microbatches"]
+    heads = ["", "utilization", "computing", "moving bytes", "waiting", "bubble", "peak live microbatches"]
     heads += ["sent"] if sent else []
     yield f"<thead><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr></thead>\n<tbody>"
     for rank, (label, live) in enumerate(zip(labels, timeline.peak_live_microbatches(), strict=True)):
-        times = (layout.format_duration(durations[rank], unit) for durations in (busy, exposed, idle))
-        share = layout.format_percent(busy[rank] / makespan if makespan else 0.0)
+        spent = account.ranks[rank]
+        times = (layout.format_duration(time, unit) for time in (spent.computing, spent.moving))
+        share = layout.format_percent(spent.computing / account.makespan if account.makespan else 0.0)
         counts = [layout.format_bytes(count) for count in sent[rank : rank + 1]]
-        yield _line(label, [share, *times, layout.format_number(float(live)), *counts])
+        bubble = layout.format_duration(spent.bubble, unit)
+        cells = [share, *times, describe_waits(spent, unit), bubble, layout.format_number(float(live)), *counts]
+        yield _line(label, cells)
     yield "</tbody>\n<tfoot>"
-    times = (layout.format_duration(sum(durations), unit) for durations in (busy, exposed, idle))
-    cells = [
-        layout.format_percent(timeline.utilization()),
-        *times,
-        "",
-        *([layout.format_bytes(sum(sent))] if sent else []),
-    ]
-    yield _line(f"all, of {layout.format_duration(makespan * timeline.ranks, unit)}", cells)
+    spent_times = ([r.computing, r.moving, r.waited, r.bubble] for r in account.ranks)
+    sums = (layout.format_duration(sum(times), unit) for times in zip(*spent_times, strict=True))
+    cells = [layout.format_percent(timeline.utilization()), *sums, ""]
+    cells += [layout.format_bytes(sum(sent))] if sent else []
+    yield _line(f"all, of {layout.format_duration(account.makespan * timeline.ranks, unit)}", cells)
     yield "</tfoot>"
+
+
+def describe_waits(spent: RankTime, unit: str) -> str:
+    """Return ``1.2 ms for rank 3``, or ``5 ms: 3 ms for rank 1, 2 ms for rank 0``; ``0 s`` where it waits for none."""
+    waits = [
+        (layout.format_duration(time, unit), peer) for peer, time in sorted(spent.waiting.items(), key=lambda i: -i[1])
+    ]
+    words = ", ".join(f"{time} for rank {peer}" for time, peer in waits)
+    return f"{layout.format_duration(spent.waited, unit)}: {words}" if len(waits) > 1 else words or "0"
 
 
 def _line(label: str, cells: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from polylane.diagnosis.page_layout import Phase
+from polylane.observe.time_account import account_time
 from polylane.observe.timeline import Timeline
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.span_clock import TimedSpan
@@ -89,7 +90,7 @@ class Telemetry:
         total, count = state.sums(self._device).unbind()
         spans = state.spans if self._device.type == "cpu" or not steps else steps[0]
         lane = Timeline(tuple(span.resolve() for span in spans), self._size)
-        computing, communicating = lane.busy()[self._rank], lane.exposed_communication()[self._rank]
+        spent = account_time(lane).ranks[self._rank]  # alone, it cannot be told what it waits for
         loading = self._progress.phase_seconds(Phase.LOADING)
         facts: Numbers = [0.0] * (SLOTS * self._size)
         facts[SLOTS * self._rank : SLOTS * (self._rank + 1)] = [
@@ -98,8 +99,8 @@ class Telemetry:
             loading - self._loading,
             (begin - self._since) / self._count,
             self._cost + time.perf_counter() - begin,
-            computing,
-            communicating,
+            spent.computing,
+            spent.communication,
             lane.makespan(),
         ]
         self._loading, self._since, self._count, self._cost = loading, begin, 0, 0.0
