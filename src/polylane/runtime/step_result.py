@@ -1,8 +1,9 @@
 """Step result: loss and spans of all workers, all-reduced as one vector while the next step runs.
 
 The vector is [total, count, changes, digests of what each worker read, by rank, facts of each worker where the step is
-observed, by rank, then NUMBERS for each action of each worker's program, by rank]. A worker fills in its own numbers
-and leaves zeros elsewhere, so that the sum is a gather; an action that it skipped stays zero.
+observed, by rank, then NUMBERS for each action of each worker's program, by rank, then norms of gradients where their
+noise is measured]. A worker fills in its own numbers and leaves zeros elsewhere, so that the sum is a gather; an action
+that it skipped stays zero.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from polylane.runtime.pipeline.running_statistics import Kept
 from polylane.runtime.pipeline.sample_witness import WitnessedCall
 from polylane.runtime.plain_data.serialization import serializable
 from polylane.runtime.span_clock import TimedSpan
+from polylane.runtime.telemetry.noise_reading import NoiseReading
 from polylane.runtime.telemetry.worker_facts import WorkerFacts, read_facts
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 from polylane.runtime.transport.staged import HostStaging
@@ -165,6 +167,8 @@ class StepResult:
     _compare: Callable[[Sequence[float]], None] | None = None
     # How many of them are facts of workers; 0 where the step is not observed.
     _facts: int = 0
+    # What the last numbers are, where the gradient noise is measured.
+    _noise: NoiseReading | None = None
 
     @property
     def loss(self) -> float:
@@ -194,7 +198,8 @@ class StepResult:
         """
         self.wait_complete()
         spans: list[Span] = []
-        numbers = self._vector[HEAD + self._digests + self._facts :].tolist()
+        end = len(self._vector) - (0 if self._noise is None else self._noise.size(self._noise.layout))
+        numbers = self._vector[HEAD + self._digests + self._facts : end].tolist()
         if not numbers:
             title = "measured (this worker)"
             return Timeline(
@@ -216,6 +221,14 @@ class StepResult:
         self.wait_complete()
         begin = HEAD + self._digests
         return read_facts(self._vector[begin : begin + self._facts].tolist()) if self._facts else ()
+
+    @property
+    def noise(self) -> NoiseReading | None:
+        """The norms of the gradients of the batch's parts and of their sum; None where they were not measured."""
+        self.wait_complete()
+        if (noise := self._noise) is None:
+            return None
+        return replace(noise, numbers=tuple(self._vector[-noise.size(noise.layout) :].tolist()))
 
     @property
     def is_complete(self) -> bool:
@@ -261,6 +274,7 @@ def gather_result(
     digests: Digests,
     compare: Callable[[Sequence[float]], None],
     facts: Sequence[float | Tensor] = (),
+    noise: tuple[Tensor, NoiseReading] | None = None,
 ) -> StepResult:
     """Start the all-reduce of a step's loss and spans.
 
@@ -276,6 +290,7 @@ def gather_result(
         digests: of what this worker has read, by rank, with zeros for the others.
         compare: called with the digests of all these workers; it raises where they have read different batches.
         facts: what this worker says of the step, with zeros for the others; empty where the step is not observed.
+        noise: this worker's numbers of the gradient noise, and what all of them are; None where it is not measured.
     """
     ranks = range(transport.size) if ranks is None else ranks
     # Spans of an accelerator are known when it has ended them, for which no step waits.
@@ -289,9 +304,10 @@ def gather_result(
             at = NUMBERS * positions[span.action]
             numbers[at : at + NUMBERS] = span.start - ahead, span.end - ahead, span.waited, span.bytes
     vector = state.to_vector([state.changes, *digests, *facts, *numbers], device)
+    vector = vector if noise is None else torch.cat([vector, noise[0]])
     pending = transport.all_reduce(vector, ranks) if len(ranks) > 1 else None
     compare_read = compare if pending else None
-    sizes = len(digests), compare_read, len(facts)
+    sizes = len(digests), compare_read, len(facts), None if noise is None else noise[1]
     return StepResult(step, state.tables.samples, vector, pending, programs, state.spans, *sizes)
 
 

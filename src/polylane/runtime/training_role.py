@@ -155,15 +155,16 @@ class TrainingRole:
             if bound.buffers:
                 self._local_model.buffers.receive_updates(bound.buffers)
             bound.executor.anomalies = anomalies
-            with self._traffic.count_step(name, bound.passes):
+            noise = self.telemetry.noise
+            with self._traffic.count_step(name, bound.passes), noise.measuring(bound.executor, update, self._step):
                 state = self._run(label, bound, local_batch, self._step, partial(finish, name, bound))
             if bound.buffers:
                 self._local_model.buffers.mark_updated(bound.buffers)
             state.changes = self._required_gradients.follow_update()
             compare = partial(self._checks.compare, what=label, was_read=was_read)
             context = self._clock_offset, self._transport, self.world.device, self._sync.loss_ranks
-            facts = self.telemetry.collect(state, self._in_flight.spans)
-            result = gather_result(self._step, bound.programs, state, *context, digests, compare, facts)
+            facts = self.telemetry.collect(state, self._in_flight.spans), noise.collect(bound.executor, state)
+            result = gather_result(self._step, bound.programs, state, *context, digests, compare, *facts)
             self._stale_weights.record_step(self._sync.weights_differ)
         self._required_gradients.record_result(result)
         self._in_flight.add(result, state.spans)
@@ -196,6 +197,7 @@ class TrainingRole:
     def _complete_gradients(self, name: str, bound: BoundProgram, state: StepState) -> None:
         """Make the gradients those of the loss's mean over what it counts, as the user's hooks change them."""
         update = self._updates[name]
+        self.telemetry.noise.note_sums(update, state)
         if not bound.executor.program.partition.graph.loss_is_mean:
             # Gradients were taken of total / samples; the mean is total / count, and the count is known only now.
             is_local = bound.executor.is_replica_local

@@ -25,6 +25,7 @@ from polylane.runtime.connections.byte_counters import AGREEMENT, OPERATORS, STA
 from polylane.runtime.connections.shard_groups import all_shard_groups, shard_group
 from polylane.runtime.progress.watched_transport import watch_transports
 from polylane.runtime.span_clock import CollectiveWaits, clock_of_device
+from polylane.runtime.telemetry.part_layout import part_groups
 from polylane.runtime.tensor_parallel import TransportAxis, WorkerMesh
 from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.transport.protocol import Transport
@@ -96,14 +97,15 @@ def open_connections(
     whole_groups = [group for rank in ranks for group in (replica_ranks(plan, rank), plan.group(rank, plan.axes))]
     columns = {column_ranks(plan, rank) for rank in ranks}
     shards = all_shard_groups(plan, programs)
-    transport = connect(world, pairs, sorted({*columns, *buckets, *replicas, *whole_groups, *shards, tuple(ranks)}))
+    groups = {*columns, *buckets, *replicas, *whole_groups, *shards, *part_groups(plan, buckets), tuple(ranks)}
+    transport = connect(world, pairs, sorted(groups))
     mesh, inner = _open_mesh(
         world, plan, connect, [prepared.main.layouts.axes(stage) for stage in range(plan.pipeline)]
     )
     transports = {} if inner is None else {OPERATORS: inner}
     if plan.sync.shard == "parameters":
-        groups = sorted({shard_group(plan, rank) for rank in ranks})
-        transports[AGREEMENT] = connect(world, [], groups, tag=3, own_groups=True)
+        shard_groups = sorted({shard_group(plan, rank) for rank in ranks})
+        transports[AGREEMENT] = connect(world, [], shard_groups, tag=3, own_groups=True)
     if plan.data == 1 or not statistics or prepared.batch_is_sharded:
         return Connections(transport, None, mesh, transports)
     # Statistics interleave with the gradients' reductions, in an order that differs between workers.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -48,6 +49,7 @@ class Executor:
         per_sample: modules that treat each sample by itself, as the plan says; their calls are checked.
         running_statistics: moved at the end of a step, where replicas take turns; None: in the passes.
         anomalies: checks forward passes in training; None: they are not checked.
+        measure_pass: context manager around every backward pass, in a step whose gradients are measured; None: none.
     """
 
     program: Program
@@ -62,6 +64,7 @@ class Executor:
     per_sample: Sequence[str]
     running_statistics: RunningStatistics | None = None
     anomalies: AnomalyDetector | None = None
+    measure_pass: Callable[[Action], AbstractContextManager[None]] | None = None
 
     def __post_init__(self) -> None:
         self.microbatches = self.program.microbatches
@@ -86,7 +89,7 @@ class Executor:
         shares = compute_shares(samples, parts, replicas, program.replica, in_turn)
         share_of = {share.microbatch: share for share in shares if share.weight or not self.is_replica_local}
         fitted.resharder = self.resharder.at_sizes(open_sizes)
-        tables = build_tables(program, fitted.resharder, samples, share_of, self._batch_is_sharded, open_sizes)
+        tables = build_tables(program, fitted.resharder, samples, share_of, self.is_batch_sharded, open_sizes)
         fitted._tables, sizes = tables, set(tables.held.values())
         fitted.runners = {stage: runner.fit_to_sizes(sizes, open_sizes) for stage, runner in self.runners.items()}
         self.mesh.waits.progress.describe_code(c for r in fitted.runners.values() for c in (r.code, *r.codes.values()))
@@ -133,7 +136,7 @@ class Executor:
         slices = {i: self._sample_slice(share, tables, step, seed, averaged) for i, share in counted.items()}
         # A replica in turn without a microbatch of this batch counts with the others all the same.
         parts = {i: part for i, part in self._add_batch_counts(batch, counted, slices).items() if i in shares}
-        witnessed = bool(self.per_sample) and not self._batch_is_sharded
+        witnessed = bool(self.per_sample) and not self.is_batch_sharded
         witnessed = witnessed and is_witnessed(self.program, step, len(shares), batch.samples, self.is_replica_local)
         calls: list[list[WitnessedCall]] = [[] for _ in self.runners] if witnessed else []
         for runner, records in zip_longest(self.runners.values(), calls):
@@ -148,7 +151,7 @@ class Executor:
     ) -> dict[int, SampleSlice]:
         """Add to the slices the statistics that must be summed over the whole batch before any pass."""
         replicas = self.program.replicas
-        is_alone = self.is_replica_local or self._batch_is_sharded or len(replicas) == 1
+        is_alone = self.is_replica_local or self.is_batch_sharded or len(replicas) == 1
         if self.batch_statistics is None or (is_alone and len(parts) < 2):  # the part is the whole
             return parts
         ordered = [parts[i] for i in sorted(parts)]
@@ -192,7 +195,7 @@ class Executor:
         """
         start, stop, weight = share.start, share.stop, share.weight
         sums = None if self.sum_statistics is None or self.program.takes_turns else self._sum_replicas
-        if self._batch_is_sharded:  # operators see the whole microbatch, of which each replica holds its rows
+        if self.is_batch_sharded:  # operators see the whole microbatch, of which each replica holds its rows
             start, stop = split_bounds(tables.samples, self.microbatches)[share.microbatch]
             weight, sums = 1, None
         return SampleSlice(
@@ -209,7 +212,7 @@ class Executor:
         )
 
     @property
-    def _batch_is_sharded(self) -> bool:
+    def is_batch_sharded(self) -> bool:
         """Whether replicas shard operators along the batch, because the loss couples samples."""
         return "data" in self.mesh.axes
 
@@ -260,7 +263,8 @@ class Executor:
         if action.kind is ActionKind.FORWARD:
             self._forward(action, batch, state)
         elif action.kind in PASSES:
-            self._backward(action, state)
+            with nullcontext() if self.measure_pass is None else self.measure_pass(action):
+                self._backward(action, state)
         elif action.kind is ActionKind.SEND:
             self._send(action, state)
         elif action.kind is ActionKind.RECEIVE:
@@ -285,7 +289,7 @@ class Executor:
         assert i is not None
         share, part, pass_key = state.tables.shares[i], state.sample_slices[i], (action.stage, i)
         runner = self.runners[action.stage]
-        leaves = batch.leaves_of(share, rows=share.weight * share.samples if self._batch_is_sharded else None)
+        leaves = batch.leaves_of(share, rows=share.weight * share.samples if self.is_batch_sharded else None)
         values = state.values.pop(pass_key, {})
         for crossing in self._inputs[action.stage]:
             if crossing.value not in values:  # this worker's shard is empty, so no message came

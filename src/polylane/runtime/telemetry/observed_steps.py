@@ -31,7 +31,7 @@ class ObservedSteps:
 
     def __init__(self, budget: float = BUDGET, longest_period: int = LONGEST_PERIOD) -> None:
         self._budget, self._longest_period = budget, longest_period
-        self._period, self._next = FIRST_PERIOD, 0
+        self._period, self._next = min(FIRST_PERIOD, longest_period), 0
         self._shares = deque[float](maxlen=KEPT_COSTS)
 
     @property

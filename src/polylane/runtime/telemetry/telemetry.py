@@ -24,6 +24,7 @@ from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.span_clock import TimedSpan
 from polylane.runtime.step_result import STEPS_KEPT, StepResult, StepState
 from polylane.runtime.sync.objective_update import ObjectiveUpdate
+from polylane.runtime.telemetry.noise_meter import NoiseMeter
 from polylane.runtime.telemetry.observed_steps import ObservedSteps
 from polylane.runtime.telemetry.worker_facts import SLOTS, WorkerFacts
 from polylane.runtime.workers.world import World
@@ -38,11 +39,15 @@ class Telemetry:
         world: this worker, among those that train.
         local_model: what it has of the model, before the first step.
         has_norms: whether all stages have the gradients of one batch at a time, so that these have a norm.
+
+    Attributes:
+        noise: measures the gradient noise of some steps, once it is turned on.
     """
 
     def __init__(self, world: World, local_model: LocalModel, has_norms: bool) -> None:
         self._rank, self._size, self._device, self._progress = world.rank, world.size, world.device, world.progress
         self._steps, self._is_observing = ObservedSteps(), False
+        self.noise = NoiseMeter(local_model)
         self._no_gradients = 0.0 if has_norms else math.nan
         self._squared_norm: float | Tensor = 0.0
         self._cost, self._loading, self._count = 0.0, 0.0, 0
@@ -143,6 +148,7 @@ class StepsInFlight:
             result = self._results.popleft()
             result.wait_complete()
             self._telemetry.follow(result.facts)
+            self._telemetry.noise.follow(result.noise)
 
 
 def resident_bytes() -> int:

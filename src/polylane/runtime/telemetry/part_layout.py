@@ -1,0 +1,180 @@
+"""Parts of a batch whose gradients are measured by themselves, and which of them are summed to one gradient.
+
+A part is what one replica computes of one microbatch; a whole microbatch where several replicas compute it together, so
+that none has a gradient of its own samples alone. Parts whose gradients are summed make up a pool: the whole batch, or
+the samples of one replica where replicas take steps of their own or send their gradients to servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from polylane.compile.sample_shares import compute_shares
+from polylane.plan.plan import Plan
+from polylane.program.program import GradientBucket, Program
+
+
+@dataclass(frozen=True)
+class PartLayout:
+    """The parts of a batch under a plan, numbered from 0, the same on every worker.
+
+    Attributes:
+        microbatches: number of microbatches of the batch.
+        replicas: number of replicas of a stage; of stages with different numbers the most.
+        divides_microbatches: whether a part is a replica's share of a microbatch, and not a whole one.
+        has_pools: whether each replica's parts are a pool, and not all parts.
+        is_joint: whether several replicas compute a part together.
+    """
+
+    microbatches: int
+    replicas: int
+    divides_microbatches: bool
+    has_pools: bool
+    is_joint: bool
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of a batch."""
+        return self.microbatches * (self.replicas if self.divides_microbatches else 1)
+
+    @property
+    def pools(self) -> int:
+        """Number of pools of a batch."""
+        return self.replicas if self.has_pools else 1
+
+    def part_of(self, replica: int, microbatch: int) -> int:
+        """Return the part that a replica computes of a microbatch."""
+        return replica * self.microbatches + microbatch if self.divides_microbatches else microbatch
+
+    def pool_of(self, part: int) -> int:
+        """Return the pool of a part."""
+        if not self.has_pools:
+            return 0
+        return part // self.microbatches if self.divides_microbatches else part % self.replicas
+
+    def pool_samples(self, samples: int) -> tuple[int, ...]:
+        """Return the number of samples of each pool, of a batch of ``samples`` samples."""
+        if not self.has_pools:
+            return (samples,)
+        in_turn = not self.divides_microbatches
+        counts = []
+        for replica in range(self.replicas):
+            shares = compute_shares(samples, self.microbatches, self.replicas, replica, in_turn)
+            counts.append(sum(share.samples * share.weight for share in shares))
+        return tuple(counts)
+
+
+def lay_out_parts(plan: Plan, program: Program, batch_is_sharded: bool, replica_local: bool) -> PartLayout:
+    """Return the parts of the batches of a program.
+
+    Args:
+        plan: the plan of the training.
+        program: this worker's program of the step.
+        batch_is_sharded: whether replicas shard operators along the batch, because the loss couples samples.
+        replica_local: whether replicas do not sum gradients with each other in this step.
+    """
+    is_joint = batch_is_sharded or plan.has_uneven_replicas
+    pooled = (replica_local or plan.sync.has_servers) and plan.data > 1
+    return PartLayout(program.microbatches, plan.data, not (is_joint or plan.takes_turns), pooled, is_joint)
+
+
+def summing_ranks(plan: Plan, bucket: GradientBucket, rank: int, is_joint: bool) -> tuple[int, ...]:
+    """Return the ranks whose gradients of a part make up the part's gradient, this one among them.
+
+    Args:
+        plan: the plan of the training.
+        bucket: gradients that are summed together, over all replicas.
+        rank: one of the bucket's ranks.
+        is_joint: whether several replicas compute a part together.
+    """
+    if is_joint:
+        return bucket.ranks
+    replica = plan.stage_and_replica(rank)[1]
+    return tuple(member for member in bucket.ranks if plan.stage_and_replica(member)[1] == replica)
+
+
+def part_groups(plan: Plan, groups: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Return the groups of ranks that sum gradients of parts within a replica, which the transport must declare.
+
+    Args:
+        plan: the plan of the training.
+        groups: ranks of the buckets, over all replicas.
+    """
+    result = set[tuple[int, ...]]()
+    for ranks in set(groups):
+        replicas = [plan.stage_and_replica(rank)[1] for rank in ranks]
+        for replica in set(replicas):
+            result.add(tuple(rank for rank, at in zip(ranks, replicas, strict=True) if at == replica))
+    return {group for group in result if len(group) > 1}
+
+
+@dataclass(frozen=True)
+class PartialSum:
+    """Gradients of which several ranks have summands of each part: they are summed before they are squared.
+
+    Attributes:
+        ranks: the ranks with summands, this one among them.
+        names: canonical names of the parameters, the same on all of these.
+        is_silent: whether this rank contributes zeros, because another rank has the same summand.
+        stage: the stage of this worker behind whose passes they are summed; None: at the end of the step, since not
+            all of the ranks make the same passes, or several stages of this worker have a summand.
+    """
+
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    is_silent: bool
+    stage: int | None
+
+
+def find_partial_sums(
+    plan: Plan, program: Program, is_joint: bool, piecewise: Collection[str]
+) -> tuple[PartialSum, ...]:
+    """Return what a worker sums of each part before it is squared; all ranks of a sum have it at the same place.
+
+    Args:
+        plan: the plan of the training.
+        program: this worker's program of the step.
+        is_joint: whether several replicas compute a part together.
+        piecewise: names of parameters whose gradient the user's own Python may compute in several pieces.
+    """
+    partition, sums = program.partition, list[PartialSum]()
+    used = {stage: set(partition.parameters(stage)) for stage in program.stages}
+    for bucket in program.buckets:
+        ranks = summing_ranks(plan, bucket, program.rank, is_joint)
+        users = [stage for stage in program.stages if not used[stage].isdisjoint(bucket.parameters)]
+        is_summed = len(ranks) > 1 or len(users) > 1
+        names = bucket.parameters if is_summed else tuple(n for n in bucket.parameters if n in piecewise)
+        if names:
+            # Replicas in turn make passes of different microbatches, and stages make theirs at different times.
+            is_alone = len({plan.stage_and_replica(rank)[0] for rank in ranks}) == 1 and len(users) == 1
+            stage = users[0] if is_alone and not (plan.takes_turns and is_joint) else None
+            sums.append(PartialSum(ranks, names, program.rank in bucket.zero_contributors, stage))
+    return tuple(sums)
+
+
+def why_not_measured(plan: Plan, batch_is_sharded: bool) -> str | None:
+    """Return in one sentence why the gradient noise cannot be measured under a plan; None where it can be.
+
+    Args:
+        plan: the plan of the training.
+        batch_is_sharded: whether replicas shard operators along the batch, because the loss couples samples.
+    """
+    has_pools = plan.data > 1 and (plan.sync.is_replica_local or plan.sync.has_servers)
+    if plan.is_asynchronous:
+        return (
+            f"schedule={plan.schedule}: stages update at different times, so that no batch's gradient is of one set of "
+            "weights: take a schedule that waits"
+        )
+    if plan.sync.compress is not None and not has_pools:
+        return "sync.compress: what replicas sum are not their gradients, but what is left of them: leave it out"
+    is_joint = batch_is_sharded or plan.has_uneven_replicas
+    parts = plan.microbatches * (1 if has_pools or plan.takes_turns or is_joint else plan.data)
+    if plan.takes_turns and has_pools:
+        parts = plan.microbatches // plan.data
+    if parts < 2:
+        return (
+            "the batch's gradient is computed as one, so that there are no parts of it to compare: take 2 or more "
+            + ("microbatches, since replicas do not sum theirs" if has_pools else "microbatches or replicas")
+        )
+    return None
