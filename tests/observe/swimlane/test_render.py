@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -26,9 +27,10 @@ from polylane.observe.swimlane.layout import (
     style_shares,
     time_axis,
 )
-from polylane.observe.swimlane.render import ansi, html, perfetto, svg, text
+from polylane.observe.swimlane.render import ansi, gallery, html, perfetto, svg, text
+from polylane.observe.time_account import account_time
 from polylane.observe.timeline import Span, Timeline
-from polylane.schedule.action import Action, ActionKind
+from polylane.schedule.action import COMPUTE, Action, ActionKind
 from tests.support import subsets
 from tests.support.call_counts import calls
 
@@ -124,7 +126,7 @@ def test_theory_is_drawn_as_on_paper() -> None:
         "stage 0 │  0 1 2 · ·<0 3<1 ·<2 ·<3\n"
         "stage 1 │  · 0 1 ·<0 2<1 3<2 ·<3 ·\n"
         "stage 2 │  · · 0<0 1<1 2<2 3<3 · ·\n"
-        "0 forward   <0 backward   · idle\n"
+        "0 forward   <0 backward   · bubble\n"
     )
 
 
@@ -139,16 +141,16 @@ def test_time_is_drawn_in_columns() -> None:
         "utilization 45.0 % · makespan 1 s · a column is 50 ms\n"
         "                 │ 0 s\n"
         "rank 0 · stage 0 │ 0▓▓▓~~············##\n"
-        "rank 1 · stage 1 │ ~~~~~~0▓▓▓0░░░░░░░··\n"
+        "rank 1 · stage 1 │ ····~~0▓▓▓0░░░░░░░++\n"
         "                 │               ++++++\n"
-        "▓ forward   ░ backward   ~ send / receive   + reduce   # step   · idle\n"
+        "▓ forward   ░ backward   ~ send / receive   + collective   # step   · bubble\n"
     )
 
 
 def test_what_each_rank_sent_stands_below() -> None:
     drawn = text(sized(), width=36)
     assert "makespan 1 s · 1.9 MB sent" in drawn.splitlines()[1]
-    assert drawn.endswith("· idle\nsent by each rank: 1.2 MB, 660 kB\n")
+    assert drawn.endswith("· bubble\nsent by each rank: 1.2 MB, 660 kB\n")
     assert text(sized(), width=30).endswith("sent by each rank: 1.2 MB, 660\nkB\n")
 
 
@@ -173,7 +175,7 @@ def test_svg_of_theory() -> None:
     root = ElementTree.fromstring(svg(lanes_timeline("1f1b", 4, 8)))
     texts = [element.text for element in root.iter(f"{SVG}text")]
     assert texts[:2] == ["1f1b · stages 4 · microbatches 8", "utilization 72.7 % (96/132) · makespan 33 ticks"]
-    assert {"stage 0", "stage 3", "ticks", "30", "forward", "backward", "idle"} <= set(texts)
+    assert {"stage 0", "stage 3", "ticks", "30", "forward", "backward", "bubble"} <= set(texts)
     fills = [element.get("fill") for element in root.iter(f"{SVG}rect")]
     assert fills.count(STYLES[ActionKind.FORWARD].fill) == fills.count(STYLES[ActionKind.BACKWARD].fill) == 4 * 8 + 1
     assert texts.count("7") == 8
@@ -205,10 +207,84 @@ def test_svg_says_what_a_message_carries() -> None:
     said = "1.2 MB in at most 100 ms (12.0 MB/s or more)"
     assert titles[0] == "measured · utilization 42.5 % · makespan 1 s · 1.9 MB sent"
     assert f"send, stage 0, microbatch 0, relu, rank 0, peer 1, {said}: 100 ms from 200 ms" in titles
-    assert f"receive, stage 1, microbatch 0, relu, rank 1, peer 0, {said}: waited 300 ms from 0 s" in titles
+    assert f"receive, stage 1, microbatch 0, relu, rank 1, peer 0, {said}: 100 ms from 200 ms" in titles
     assert "reduce, stage 1, relu, rank 1, 660 kB in at most 300 ms (2.2 MB/s or more): 300 ms from 700 ms" in titles
     inside = "50 ms of it in collectives, 4.3 kB sent in collectives"
     assert f"forward, stage 0, microbatch 0, rank 0, {inside}: 200 ms from 0 s" in titles
+
+
+def waiting_timeline() -> Timeline:
+    """Of three stages the first is slow; the second waits inside its forward as well, and a reduce waits for rank 1."""
+    forward, message = partial(Action, ActionKind.FORWARD), partial(Action, microbatch=0, value="h")
+    return Timeline(
+        (
+            Span(0, forward(0, 0), 0, 5),
+            Span(0, message(ActionKind.SEND, 0, peer=1), 5, 5.5),
+            Span(1, message(ActionKind.RECEIVE, 1, peer=0), 0, 6),
+            Span(1, forward(1, 0), 6, 8, 0.5),
+            Span(2, forward(1, 0), 6, 8, 1.5),
+            Span(1, Action(ActionKind.REDUCE, 1, value="w"), 8, 9),
+            Span(2, Action(ActionKind.REDUCE, 1, value="w"), 8.5, 9),
+        ),
+        ranks=3,
+    )
+
+
+@pytest.mark.parametrize("timeline", [waiting_timeline(), measured(), sized(), lanes_timeline("1f1b", 4, 8)])
+def test_the_coloured_area_is_the_share_that_computes(timeline: Timeline) -> None:
+    """In pictures, on pages and in the lines of a terminal; what waits is hatched, and what idles is empty."""
+    account = account_time(timeline)
+    root = ElementTree.fromstring(svg(timeline))
+    passes = {STYLES[kind].fill for kind in COMPUTE}
+    area = Counter[str]()
+    for box in root.iter(f"{SVG}rect"):
+        if list(box) and "update" not in str(box[0].text):
+            assert float(box.attrib["height"]) <= 26
+            seam = 1 if float(box.attrib["width"]) > 3 else 0
+            paint = "computing" if box.attrib["fill"] in passes else box.attrib["fill"]
+            area[paint] += (float(box.attrib["width"]) + seam) * float(box.attrib["height"])
+    whole = sum(
+        float(e.attrib["width"]) * 26
+        for e in root.iter(f"{SVG}rect")
+        if e.get("class") == "idle" and e.get("height") == "26"
+    )
+    shares = account.shares()
+    assert area["computing"] / whole == pytest.approx(shares["computing"], abs=2e-4)
+    assert area["url(#waiting)"] / whole == pytest.approx(shares["waiting"], abs=2e-4)
+    drawn, lanes = Counter[int](), data_of(html(timeline))["lanes"]
+    for lane in lanes:
+        for at in range(0, len(lane["main"]), 14):
+            start, end, *_, state, _, moving, waiting = lane["main"][at : at + 14]
+            drawn[state] += end - start - moving - waiting
+            drawn[1] += moving
+            drawn[2] += waiting
+    parts = [drawn[state] / (account.makespan * timeline.ranks) for state in range(3)]
+    assert parts == pytest.approx([shares[name] for name in ("computing", "moving", "waiting")], abs=1e-8)
+
+
+def test_waits_are_hatched_and_say_for_whom() -> None:
+    timeline = waiting_timeline()
+    assert "/" in text(timeline, width=80).splitlines()[3] and "/ waiting" in text(timeline)
+    titles = [title.text for title in ElementTree.fromstring(svg(timeline)).iter(f"{SVG}title")]
+    assert any(words and words.startswith("waiting for rank 0, receive, stage 1") for words in titles)
+    assert any(words and "1 s waiting for rank 1" in words for words in titles)
+    assert 'class="hatched"' in html(timeline)
+
+
+def test_a_title_names_recipe_plan_and_reason() -> None:
+    timeline = replace(
+        measured("measured · step 44"), notes={"recipe": "gpt.py", "plan": "data=2", "reason": "slowest"}
+    )
+    texts = [element.text for element in ElementTree.fromstring(svg(timeline)).iter(f"{SVG}text")]
+    assert texts[0] == "measured · step 44 · gpt.py · data=2" and str(texts[1]).endswith(" · slowest")
+    assert Page(html(timeline)).words["h1"] == [texts[0]] and text(timeline).splitlines()[0] == texts[0]
+
+
+def test_bars_of_a_comparison_have_numbers() -> None:
+    page = gallery(
+        "all", [], [], {"interleaved": lanes_timeline("interleaved", 4, 8), "afab": lanes_timeline("afab", 4, 8)}
+    )
+    assert page.count('class="number"') == 2 * (4 * 8 * 2) + 2 * (4 * 8)
 
 
 def test_svg_boxes_lie_where_their_time_is() -> None:
@@ -225,7 +301,9 @@ def test_html_is_one_well_formed_file() -> None:
     source = html(lanes_timeline("1f1b", 4, 8))
     page = Page(source)
     assert not [tag for tag, attributes in page.tags if {"src", "href"} & attributes.keys()]
-    assert "http" not in source and "@import" not in source
+    assert (
+        "http:" not in source and "https:" not in source and "default-src 'none'" in source and "@import" not in source
+    )
     assert page.words["h1"] == ["1f1b · stages 4 · microbatches 8"]
     assert page.words["td"][:6] == ["72.7 %", "24 ticks", "0 ticks", "0", "9 ticks", "4"]
     assert "all, of 132 ticks" in page.words["th"]
@@ -236,19 +314,20 @@ def test_html_holds_every_span() -> None:
     assert data["values"] == ["relu"]
     assert data["extent"] == pytest.approx(1.0)
     kinds = list(ActionKind)
-    assert data["lanes"][0]["main"][:22] == [
-        *(0, 0.2, kinds.index(ActionKind.FORWARD), 0, 0, -1, -1, 0, 0, 0, 0),
-        *(0.2, 0.3, kinds.index(ActionKind.SEND), 0, 0, 0, 1, 0, 0, 0, 0),
+    assert data["lanes"][0]["main"][:28] == [
+        *(0, 0.2, kinds.index(ActionKind.FORWARD), 0, 0, -1, -1, 0, 0, 0, 0, -1, 0, 0),
+        *(0.2, 0.3, kinds.index(ActionKind.SEND), 0, 0, 0, 1, 0, 0, 0, 1, -1, 0, 0),
     ]
-    assert data["lanes"][1]["thin"] == [0.7, 1.0, kinds.index(ActionKind.REDUCE), 1, -1, 0, -1, 0, 0, 0, 0]
+    assert data["lanes"][1]["thin"] == [0.7, 1.0, kinds.index(ActionKind.REDUCE), 1, -1, 0, -1, 0, 0, 0, 1, -1, 0, 0]
 
 
 def test_html_holds_bytes_and_how_long_they_took_at_most() -> None:
     data = data_of(html(sized()))
-    lanes = [[lane[row][i : i + 11] for i in range(0, len(lane[row]), 11)] for lane in data["lanes"] for row in ROWS]
-    assert [span[8:] for span in lanes[0][:2]] == [[0.05, 4321, 0], [0, 1_200_000, 0.1]]
-    assert lanes[2][0][8:] == [0, 1_200_000, 0.1]
-    assert lanes[3] == [[0.7, 1.0, list(ActionKind).index(ActionKind.REDUCE), 1, -1, 0, -1, 0, 0, 660_000, 0.3]]
+    lanes = [[lane[row][i : i + 14] for i in range(0, len(lane[row]), 14)] for lane in data["lanes"] for row in ROWS]
+    assert [span[8:] for span in lanes[0][:2]] == [[4321, 0, 0, -1, 0.05, 0], [1_200_000, 0.1, 1, -1, 0, 0]]
+    assert lanes[2][0][:2] == [0.2, 0.3] and lanes[2][0][8:] == [1_200_000, 0.1, 1, -1, 0, 0]
+    reduce = list(ActionKind).index(ActionKind.REDUCE)
+    assert lanes[3] == [[0.7, 1.0, reduce, 1, -1, 0, -1, 0, 660_000, 0.3, 1, -1, 0, 0]]
 
 
 def test_html_has_a_column_of_bytes_where_there_are_any() -> None:
@@ -267,11 +346,11 @@ def test_pointing_at_a_message_says_its_bytes_and_its_waiting() -> None:
     fields = re.search(r"const FIELDS.*?\n}\n", script[1], re.DOTALL)
     words = re.search(r"// --- words ---\n(.*?)\n// ---", script[1], re.DOTALL)
     assert fields and words
-    told = f"""const data = {json.dumps(data_of(source))};
+    told = f"""const data = {json.dumps(data_of(source))}, WAITING = 2;
     {fields[0]} {words[1]}
     const said = data.lanes.flatMap((lane, rank) => [lane.main, lane.thin].flatMap(flat => {{
       const row = {{ ...unpack(flat), rank }};
-      return Array.from({{ length: row.count }}, (_, i) => describe(row, i));
+      return Array.from({{ length: row.count }}, (_, i) => describe(data, row, i));
     }}));
     console.log(JSON.stringify(said));"""
     done = subprocess.run(["node", "-e", told], capture_output=True, text=True, timeout=60, check=True)
@@ -281,7 +360,7 @@ def test_pointing_at_a_message_says_its_bytes_and_its_waiting() -> None:
         "of it in collectives: 50 ms\nsent in collectives: 4.3 kB"
     )
     assert said[3] == (
-        "receive · rank 1 · stage 1 · microbatch 0\nrelu\npeer: rank 0\nstart 0 µs\nwaited 300 ms\n"
+        "receive · rank 1 · stage 1 · microbatch 0\nrelu\npeer: rank 0\nstart 200 ms\nduration 100 ms\n"
         "1.2 MB in at most 100 ms (12.0 MB/s or more)"
     )
     assert said[-1].endswith("duration 300 ms\n660 kB in at most 300 ms (2.2 MB/s or more)")
@@ -436,12 +515,12 @@ def test_halves_of_backward_passes_and_chunks_in_characters() -> None:
         "        │  0         5 ticks\n"
         "stage 0 │  0 1 ·<0=0<1=1\n"
         "stage 1 │  · 0<0 1<1=0=1\n"
-        "0 forward   <0 input gradients   =0 weight gradients   · idle\n"
+        "0 forward   <0 input gradients   =0 weight gradients   · bubble\n"
     )
     assert text(lanes_timeline("zb-v", 2, 1)).splitlines()[3:] == [
         "rank 0 · stage 0, 3 │   0a   ·   ·  0b <0b =0b   ·   · <0a =0a",
         "rank 1 · stage 1, 2 │    ·  0a  0b   ·   · <0b =0b <0a =0a   ·",
-        "0 forward   <0 input gradients   =0 weight gradients   · idle",
+        "0 forward   <0 input gradients   =0 weight gradients   · bubble",
     ]
 
 
@@ -451,7 +530,7 @@ def test_updates_of_no_length_are_marked() -> None:
     assert text(timeline).splitlines()[3:] == [
         "stage 0 │  0 1 · ·<0#0 ·<1#1",
         "stage 1 │  · 0<0#0 1<1#1 · ·",
-        "0 forward   <0 backward   # step   · idle",
+        "0 forward   <0 backward   # step   · bubble",
     ]
     assert text(replace(timeline, unit="seconds"), width=60).count("#") == 4 + 1  # and the legend
     titles = [each.text for each in ElementTree.fromstring(svg(timeline)).iter(f"{SVG}title")]

@@ -8,13 +8,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from polylane.observe.stretches import TimeState
 from polylane.observe.swimlane import layout
 from polylane.observe.swimlane.svg import escape
 from polylane.observe.time_account import RankTime, account_time
-from polylane.observe.timeline import Span, Timeline, transfer_times
+from polylane.observe.timeline import Timeline, transfer_times
 from polylane.schedule.action import ActionKind
 
 _TEMPLATE = Path(__file__).with_name("swimlane.html")
+_SCRIPT = Path(__file__).with_name("swimlane.js")
+_STATES = [TimeState.COMPUTING, TimeState.MOVING, TimeState.WAITING, TimeState.BUBBLE]
 
 
 def html(timeline: Timeline) -> str:
@@ -26,22 +29,35 @@ def html(timeline: Timeline) -> str:
     """
     lanes = layout.build_rows(timeline)
     parts = {
-        "title": escape(timeline.title or "swimlane"),
+        "title": escape(layout.format_title(timeline)),
         "headline": escape(layout.format_headline(timeline)),
-        "legend": "".join(_legend(timeline)),
+        "legend": "".join(legend_items(lanes)),
+        "script": swimlane_script(),
         "table": "\n".join(_table(timeline, [row.label for row in lanes])),
-        # "<" cannot stand in a script: "</script>" would end it
-        "data": json.dumps(_data(timeline, lanes), separators=(",", ":")).replace("<", "\\u003c"),
+        "data": embed_json(lane_data(timeline, lanes)),
     }
     # One pass over the template: text that is inserted is not searched for places again.
     template = _TEMPLATE.read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def _legend(timeline: Timeline) -> Iterator[str]:
-    for style in layout.legend_styles(timeline):
-        fill = "var(--idle)" if style is layout.IDLE else style.fill
-        yield f'<li><i style="background: {fill}"></i>{escape(style.name)}</li>'
+def swimlane_script() -> str:
+    """Return the script that draws and moves swimlanes, as text that can stand in a page's script."""
+    return _SCRIPT.read_text(encoding="utf-8")
+
+
+def embed_json(data: Any) -> str:
+    """Return data as JSON that can stand in a page's script element."""
+    # "<" cannot stand in a script: "</script>" would end it
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def legend_items(lanes: Sequence[layout.LaneRow]) -> Iterator[str]:
+    """Yield the items of the legend of these lanes, as HTML."""
+    for style in layout.legend_styles(lanes):
+        fill = 'class="hatched"' if style is layout.WAITING else f'style="background: {style.fill}"'
+        fill = 'style="background: var(--idle)"' if style is layout.IDLE else fill
+        yield f"<li><i {fill}></i>{escape(style.name)}</li>"
 
 
 def _table(timeline: Timeline, labels: Sequence[str]) -> Iterator[str]:
@@ -80,39 +96,54 @@ def _line(label: str, cells: Sequence[str]) -> str:
     return f"<tr><th>{escape(label)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
 
 
-def _data(timeline: Timeline, lanes: Sequence[layout.LaneRow]) -> dict[str, Any]:
-    """Return what the page's script reads; a span is eleven numbers in a row, see FIELDS there."""
+def lane_data(
+    timeline: Timeline, lanes: Sequence[layout.LaneRow], ranks: Sequence[int] | None = None, digits: int = 9
+) -> dict[str, Any]:
+    """Return what the script of swimlanes reads; a box is fourteen numbers in a row, see FIELDS there.
+
+    Args:
+        timeline: theoretical, predicted or measured spans.
+        lanes: its rows, from `layout.build_rows`.
+        ranks: which of them are drawn; None: all.
+        digits: decimal places of times: 9 are nanoseconds, and nobody zooms in further.
+    """
     kinds = list(ActionKind)
     values: dict[str, int] = {}
     origin, times = timeline.start(), transfer_times(timeline.spans)
 
     # Names of values are numbered, since each appears in many spans.
-    def flat(spans: Sequence[Span]) -> list[float]:
+    def flat(boxes: Sequence[layout.Box]) -> list[float]:
         numbers: list[float] = []
-        for span in spans:
-            action = span.action
+        for box in boxes:
+            span, action, inner = box.span, box.span.action, box.inner
             value = -1 if action.value is None else values.setdefault(action.value, len(values))
+            whom = box.peer if inner is None else inner.peer
             numbers += [
-                # to the nanosecond: ten digits less for each span, and nobody zooms in further
-                round(span.start - origin, 9),
-                round(span.end - origin, 9),
+                round(box.start - origin, digits),
+                round(box.end - origin, digits),
                 len(kinds) if span.is_hung else kinds.index(action.kind),
                 action.stage,
                 -1 if action.microbatch is None else action.microbatch,
                 value,
                 -1 if action.peer is None else action.peer,
                 int(action.gradient),
-                round(span.waited, 9),
                 span.bytes,
-                round(times.get(span, 0), 9),
+                round(times.get(span, 0), digits),
+                _STATES.index(box.state) if box.style is not layout.HUNG else 0,
+                -1 if whom is None else whom,
+                0 if inner is None else round(inner.moving, digits),
+                0 if inner is None else round(inner.waiting, digits),
             ]
         return numbers
 
     drawn = [
-        {"label": row.label, "main": flat(row.main), "thin": flat(row.thin), "stages": list(row.stages)}
-        for row in lanes
+        {"rank": rank, "label": row.label, "main": flat(row.main), "thin": flat(row.thin), "stages": list(row.stages)}
+        for rank, row in enumerate(lanes)
+        if ranks is None or rank in ranks
     ]
     named = {**{str(kind): layout.STYLES[kind] for kind in kinds}, layout.HUNG.name: layout.HUNG}
+    named[layout.WAITING.name] = layout.WAITING
     styles = [{"name": name, "fill": style.fill, "ink": style.ink} for name, style in named.items()]
     head = {"unit": timeline.unit, "extent": timeline.makespan(), "kinds": styles}
+    head |= {"collective": kinds.index(ActionKind.REDUCE), "waiting": len(styles) - 1}
     return {**head, "values": list(values), "lanes": drawn}

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase
 
+from polylane.observe.stretches import Stretch, TimeState
+from polylane.observe.time_account import InnerTime, account_time
 from polylane.observe.timeline import Span, Timeline, union_intervals
 from polylane.schedule.action import COMPUTE, ActionKind
 
 
 @dataclass(frozen=True, slots=True)
 class SpanStyle:
-    """The style of one kind of span.
+    """The style of one kind of box; the same in theory, prediction and measurement.
 
     Attributes:
         name: the word in the legend.
-        fill: colour of the box, as #rrggbb.
+        fill: colour of the box, or of its hatching, as #rrggbb.
         ink: colour of the number in the box, as #rrggbb.
         glyph: the character that stands for it in text.
         ansi: parameters of the ANSI escape sequence for a terminal.
@@ -41,12 +43,15 @@ STYLES: dict[ActionKind, SpanStyle] = {
     ActionKind.BACKWARD_WEIGHT: SpanStyle("weight gradients", "#f0e442", "#000000", "=", "48;5;227;30"),
     ActionKind.SEND: _TRAVEL,
     ActionKind.RECEIVE: _TRAVEL,
-    ActionKind.REDUCE: SpanStyle("reduce", "#882255", "#ffffff", "+", "41;97"),
+    ActionKind.REDUCE: SpanStyle("collective", "#882255", "#ffffff", "+", "41;97"),
     ActionKind.STEP: SpanStyle("step", "#009e73", "#000000", "#", "42;30"),
 }
+WAITING = SpanStyle("waiting", "#8c959f", "#000000", "/", "2")  # hatched, where there is colour
 HUNG = SpanStyle("does not go on", "#ff0000", "#ffffff", "!", "48;5;196;97")
-IDLE = SpanStyle("idle", "#eceff2", "#57606a", "·", "2")
+IDLE = SpanStyle("bubble", "#eceff2", "#57606a", "·", "2")
 IDLE_DARK = "#262c36"
+COLLECTIVE = STYLES[ActionKind.REDUCE]
+ALL_STYLES = (*dict.fromkeys(STYLES.values()), WAITING, HUNG)  # from the bottom up, where several share a column
 
 
 def style_of(span: Span) -> SpanStyle:
@@ -55,67 +60,120 @@ def style_of(span: Span) -> SpanStyle:
 
 
 @dataclass(frozen=True, slots=True)
+class Box:
+    """What a rank does from one moment to the next, as it is drawn.
+
+    Attributes:
+        start: in the unit of the timeline.
+        end: in the unit of the timeline.
+        style: of the whole box; of a pass, of what it computes.
+        span: the pass or the communication that it is, or a part of.
+        state: what the rank does; passes compute, though it may wait inside them for a part of their time.
+        peer: the rank that it waits for; None where it does not wait.
+        inner: what passes in collectives inside a pass; None: nothing does.
+    """
+
+    start: float
+    end: float
+    style: SpanStyle
+    span: Span
+    state: TimeState = TimeState.COMPUTING
+    peer: int | None = None
+    inner: InnerTime | None = None
+
+    def layers(self) -> tuple[tuple[SpanStyle, float], ...]:
+        """Return the styles of the box from the bottom up, each with its fraction of the height (0 to 1).
+
+        A pass has its colour for the part of its time in which it computes: the coloured area is what is computed.
+        """
+        length = self.end - self.start
+        if self.inner is None or not length:
+            return ((self.style, 1.0),)
+        moving, waiting = self.inner.moving / length, self.inner.waiting / length
+        layers = ((self.style, max(0.0, 1 - moving - waiting)), (COLLECTIVE, moving), (WAITING, waiting))
+        return tuple((style, part) for style, part in layers if part > 0)
+
+
+@dataclass(frozen=True, slots=True)
 class LaneRow:
-    """The spans of one rank, on two rows.
+    """What one rank does, on two rows.
 
     Attributes:
         label: name of the rank, with its stages.
-        main: compute, and communication during which nothing is computed.
+        main: passes, and what the rank waits for or moves while it computes nothing; none overlaps with communication.
         thin: communication that overlaps with compute, drawn on a thin row below.
         stages: the stages of the rank, ascending; more than one are its chunks, called a, b, ... in this order.
     """
 
     label: str
-    main: tuple[Span, ...]
-    thin: tuple[Span, ...]
+    main: tuple[Box, ...]
+    thin: tuple[Box, ...]
     stages: tuple[int, ...]
 
     def updates(self) -> tuple[Span, ...]:
         """Return the updates that take no time, as in theory: pictures mark where they are."""
-        return tuple(span for span in self.main if span.action.kind is ActionKind.STEP and span.end == span.start)
+        return tuple(b.span for b in self.main if b.span.action.kind is ActionKind.STEP and b.end == b.start)
 
-    def number(self, span: Span) -> str:
+    def number(self, box: Box) -> str:
         """Return the microbatch of a pass, with a letter for its chunk where there are several; "" for what has none.
 
-        More chunks than there are letters keep their numbers alone.
+        More chunks than there are letters keep their numbers alone; communication has none.
         """
-        if span.action.microbatch is None:
+        action = box.span.action
+        if action.microbatch is None or action.kind not in COMPUTE:
             return ""
         several = 1 < len(self.stages) <= len(ascii_lowercase)
-        return f"{span.action.microbatch}{ascii_lowercase[self.stages.index(span.action.stage)] if several else ''}"
+        return f"{action.microbatch}{ascii_lowercase[self.stages.index(action.stage)] if several else ''}"
 
 
 def build_rows(timeline: Timeline) -> tuple[LaneRow, ...]:
-    """Return a row per rank, with spans in order of start."""
-    lanes = timeline.lanes()
+    """Return a row per rank, with boxes in order of start."""
+    lanes, account = timeline.lanes(), account_time(timeline)
     stages = [tuple(sorted({span.action.stage for span in lane})) for lane in lanes]
-    labels = _labels(stages, timeline.unit)
-    return tuple(
-        LaneRow(label, *_main_and_thin(lane), group) for label, lane, group in zip(labels, lanes, stages, strict=True)
-    )
+    rows = []
+    for label, lane, group, stretches in zip(
+        _labels(stages, timeline.unit), lanes, stages, account.stretches, strict=True
+    ):
+        passes = [
+            Box(span.start, span.end, style_of(span), span, inner=account.inner.get(span))
+            for span in lane
+            if span.action.kind in COMPUTE
+        ]
+        main = sorted([*passes, *_box_stretches(stretches)], key=lambda box: (box.start, -box.end))
+        thin = tuple(
+            Box(span.start, span.end, style_of(span), span, TimeState.MOVING) for span in _overlapping_spans(lane)
+        )
+        rows.append(LaneRow(label, tuple(main), thin, group))
+    return tuple(rows)
 
 
-def _main_and_thin(lane: Sequence[Span]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    # Communication goes to the thin row where it overlaps with compute or with earlier communication of the main row:
-    # no two boxes of a row overlap.
+def _box_stretches(stretches: Iterable[Stretch]) -> Iterator[Box]:
+    """Yield the boxes of what no compute covers; a bubble is empty, unless the training stands still there."""
+    for stretch in stretches:
+        if stretch.span is not None and (stretch.state is not TimeState.BUBBLE or stretch.span.is_hung):
+            style = style_of(stretch.span)
+            is_wait = stretch.state is TimeState.WAITING and not stretch.span.is_hung
+            style = WAITING if is_wait else style
+            yield Box(stretch.start, stretch.end, style, stretch.span, stretch.state, stretch.peer)
+
+
+def _overlapping_spans(lane: Sequence[Span]) -> list[Span]:
+    """Return the communication of a rank that overlaps with its compute, or with communication that began before."""
     computed = union_intervals(span for span in lane if span.action.kind in COMPUTE)
     starts = [start for start, _ in computed]
-    main: list[Span] = []
-    thin: list[Span] = []
-    last_end = -math.inf  # the end of the last communication on the main row
+    overlapping: list[Span] = []
+    last_end = -math.inf  # the end of the last communication that overlaps with nothing
     for span in lane:
         if span.action.kind in COMPUTE:
-            main.append(span)
             continue
         index = bisect_right(starts, span.start) - 1
         within = index >= 0 and computed[index][1] > span.start
         runs_into = index + 1 < len(starts) and starts[index + 1] < span.end
         if within or runs_into or span.start < last_end:
-            thin.append(span)
+            overlapping.append(span)
         else:
-            main.append(span)
             last_end = span.end
-    return tuple(main), tuple(thin)
+    return overlapping
 
 
 def _labels(stages: Sequence[tuple[int, ...]], unit: str) -> list[str]:
@@ -125,24 +183,32 @@ def _labels(stages: Sequence[tuple[int, ...]], unit: str) -> list[str]:
     return [f"rank {rank}" + (f" · stage {', '.join(map(str, of))}" if of else "") for rank, of in enumerate(stages)]
 
 
-def legend_styles(timeline: Timeline) -> list[SpanStyle]:
+def legend_styles(rows: Iterable[LaneRow]) -> list[SpanStyle]:
     """Return the styles that occur, in the order of `STYLES`, and idle last."""
-    used = {style_of(span) for span in timeline.spans}
-    return [*dict.fromkeys(style for style in (*STYLES.values(), HUNG) if style in used), IDLE]
+    used = {style for row in rows for box in (*row.main, *row.thin) for style, _ in box.layers()}
+    return [*(style for style in ALL_STYLES if style in used), IDLE]
+
+
+def format_title(timeline: Timeline) -> str:
+    """Return the title with the recipe and the plan, where the notes say them: ``measured · step 44 · data=2``."""
+    facts = [timeline.notes.get(name, "") for name in ("recipe", "plan")]
+    words = [timeline.title or "swimlane", *(fact for fact in facts if fact and fact not in timeline.title)]
+    return " · ".join(words)
 
 
 def format_headline(timeline: Timeline) -> str:
     """Return ``utilization 72.7 % (96/132) · makespan 33 ticks``; in ticks with the coloured area over the whole one.
 
-    Where it is known, what all ranks sent follows: ``· 1.2 MB sent``.
+    Where they are known, what all ranks sent and why this step is shown follow: ``· 1.2 MB sent · the slowest step``.
     """
     makespan, unit, cells = timeline.makespan(), timeline.unit, ""
     if unit == "ticks":
         cells = f" ({format_number(sum(timeline.busy()))}/{format_number(timeline.ranks * makespan)})"
     sent = f" · {format_bytes(sum(timeline.sent()))} sent" if any(timeline.sent()) else ""
+    reason = f" · {timeline.notes['reason']}" if timeline.notes.get("reason") else ""
     return (
         f"utilization {format_percent(timeline.utilization())}{cells} · makespan "
-        f"{format_duration(makespan, unit)}{sent}"
+        f"{format_duration(makespan, unit)}{sent}{reason}"
     )
 
 
@@ -212,20 +278,21 @@ def time_axis(extent: float, unit: str, most: int = 12) -> TimeAxis:
     return TimeAxis(name, tuple((i * step / scale, format_number(i * step)) for i in range(count + 1)))
 
 
-def style_shares(spans: Iterable[Span], origin: float, width: float, bins: int) -> list[dict[SpanStyle, float]]:
+def style_shares(boxes: Iterable[Box], origin: float, width: float, bins: int) -> list[dict[SpanStyle, float]]:
     """Return, for each bin of ``width`` from ``origin``, the fraction of it that each style covers.
 
-    This is for spans too small to draw. Where spans overlap, fractions are scaled down to fill the bin, so that the
+    This is for boxes too small to draw. Where boxes overlap, fractions are scaled down to fill the bin, so that the
     coloured area stays true.
     """
     shares: list[dict[SpanStyle, float]] = [{} for _ in range(bins)]
-    for span in spans:
-        style = style_of(span)
-        start, end = (span.start - origin) / width, (span.end - origin) / width
+    for box in boxes:
+        layers = box.layers()
+        start, end = (box.start - origin) / width, (box.end - origin) / width
         for at in range(max(0, int(start)), min(bins, math.ceil(end))):
             covered = min(end, at + 1) - max(start, at)
             if covered > 0:
-                shares[at][style] = shares[at].get(style, 0.0) + covered
+                for style, part in layers:
+                    shares[at][style] = shares[at].get(style, 0.0) + covered * part
     for bin_shares in shares:
         total = sum(bin_shares.values())
         if total > 1:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from polylane.observe.swimlane import layout
 from polylane.observe.timeline import Span, Timeline, transfer_times
-from polylane.schedule.action import COMPUTE, ActionKind
+from polylane.schedule.action import COMPUTE
 
 # pixels
 LANE, THIN, GAP, TOP, BOTTOM, RIGHT = 26, 7, 8, 64, 62, 24
@@ -17,6 +17,8 @@ TICK = 24  # width of one tick in theory, unless the picture would be wider than
 NARROW, WIDEST = 480, 1200
 MARK = 3  # width of the mark of an update that takes no time
 LETTER = 7.0  # width of one letter of a 12 pixel sans serif, rounded up
+NUMBER, SMALLEST = 11, 6.5  # size of the numbers in boxes, and the smallest in narrow ones
+DIGIT = 0.6  # width of a digit over the size of its letters, rounded up
 
 _STYLE = f"""
 text {{ font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f2328; }}
@@ -24,8 +26,9 @@ text {{ font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f23
 .faint {{ fill: #57606a; }}
 .paper {{ fill: #ffffff; }}
 .idle {{ fill: {layout.IDLE.fill}; }}
+.hatch {{ stroke: {layout.WAITING.fill}; stroke-width: 1.5; }}
 .grid {{ stroke: #8c959f; stroke-opacity: 0.45; stroke-width: 1; }}
-.number {{ font-size: 11px; text-anchor: middle; pointer-events: none; }}
+.number {{ font-size: {NUMBER}px; text-anchor: middle; pointer-events: none; }}
 @media (prefers-color-scheme: dark) {{
   text {{ fill: #e6edf3; }}
   .faint {{ fill: #9da7b1; }}
@@ -33,6 +36,13 @@ text {{ font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f23
   .idle {{ fill: {layout.IDLE_DARK}; }}
 }}
 """
+
+
+# Waits are hatched, in pictures of a white and of a dark page.
+_HATCH = (
+    '<defs><pattern id="waiting" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<line class="hatch" x1="1" x2="1" y1="0" y2="5"/></pattern></defs>'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ class _Picture:
     scale: float
 
 
-def svg(timeline: Timeline, extent: float = 0) -> str:
+def svg(timeline: Timeline, extent: float = 0, label_length: int = 0) -> str:
     """Return the swimlane as a standalone SVG document: a lane per rank, numbered by microbatch, with axis and legend.
 
     Communication during compute is on a thin row below it. Spans narrower than a pixel and a half are drawn together:
@@ -63,13 +73,14 @@ def svg(timeline: Timeline, extent: float = 0) -> str:
     Args:
         timeline: the spans that are drawn.
         extent: the time that the picture is as wide as, so that several have one scale; never less than the makespan.
+        label_length: letters for which labels have room at least, so that the lanes of several begin at one place.
     """
     lanes = layout.build_rows(timeline)
-    margin = 24 + LETTER * max((len(row.label) for row in lanes), default=0)
+    margin = 24 + LETTER * max([label_length, *(len(row.label) for row in lanes)])
     extent = max(extent, timeline.makespan())
     plot = min(WIDEST, max(NARROW, TICK * extent)) if timeline.unit == "ticks" else WIDEST
     scale = plot / (extent or 1)
-    plot *= timeline.makespan() / extent if extent else 1
+    width, plot = margin + plot + RIGHT, plot * (timeline.makespan() / extent if extent else 1)
     picture = _Picture(timeline, transfer_times(timeline.spans), margin, plot, scale)
     ground: list[str] = []
     boxes: list[str] = []
@@ -78,21 +89,22 @@ def svg(timeline: Timeline, extent: float = 0) -> str:
         ground += _row_background(row, margin, y, plot)
         boxes += _boxes(row, picture, y)
         y += LANE + (THIN + 1 if row.thin else 0) + GAP
-    width, height = margin + plot + RIGHT, y + BOTTOM
-    title = timeline.title or "swimlane"
+    height = y + BOTTOM
+    title = layout.format_title(timeline)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
             f'viewBox="0 0 {width:.0f} {height:.0f}" role="img">',
             f"<title>{escape(title)} · {escape(layout.format_headline(timeline))}</title>",
             f"<style>{_STYLE}</style>",
+            _HATCH,
             '<rect class="paper" width="100%" height="100%"/>',
             f'<text class="title" x="16" y="26">{escape(title)}</text>',
             f'<text class="faint" x="16" y="46">{escape(layout.format_headline(timeline))}</text>',
             *ground,
             *_axis(timeline, margin, y, scale),
             *boxes,
-            *_legend(timeline, margin, y + 44),
+            *_legend(lanes, margin, y + 44),
             "</svg>\n",
         ]
     )
@@ -103,27 +115,32 @@ def escape(words: str) -> str:
     return html.escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", words))
 
 
-def describe_span(span: Span, timeline: Timeline, time: float = 0) -> str:
-    """Describe a span in one line: ``forward, stage 1, microbatch 2, rank 1: 3 ticks from 4 ticks``.
+def describe_box(box: layout.Box, timeline: Timeline, time: float = 0) -> str:
+    """Describe a box in one line: ``forward, stage 1, microbatch 2, rank 1: 3 ticks from 4 ticks``.
+
+    A part of a communication is what the rank does there, in which message: ``waiting for rank 0, receive, stage 1,
+    ...: 20 ms from 10 ms``.
 
     Args:
-        span: the span to be described.
+        box: a part of a row, of `layout.build_rows`.
         timeline: its timeline, for the unit and the start.
         time: upper bound of the transfer time of its bytes; 0 where it is not known.
     """
+    span, unit = box.span, timeline.unit
     action = span.action
-    parts = [f"{action.kind}", f"stage {action.stage}"]
+    parts = [f"waiting for rank {box.peer}"] if box.peer is not None else []
+    parts += [f"{action.kind}", f"stage {action.stage}"]
     parts += [f"microbatch {action.microbatch}"] if action.microbatch is not None else []
     parts += [f"{'gradient of ' if action.gradient else ''}{action.value}"] if action.value is not None else []
     parts += [f"rank {span.rank}"]
     parts += [f"peer {action.peer}"] if action.peer is not None else []
-    long, at = span.end - span.start, span.start - timeline.start()
-    parts += [f"{layout.format_duration(span.waited, timeline.unit)} of it in collectives"] if span.waited else []
-    parts += [_describe_transfer(span, timeline.unit, time)] if span.bytes else []
-    waited = "waited " if action.kind is ActionKind.RECEIVE else ""
+    if (inner := box.inner) is not None:
+        parts += [f"{layout.format_duration(inner.moving, unit)} of it in collectives"] if inner.moving else []
+        parts += [f"{layout.format_duration(inner.waiting, unit)} waiting for rank {inner.peer}"] * bool(inner.waiting)
+    parts += [_describe_transfer(span, unit, time)] if span.bytes else []
     return (
-        f"{', '.join(parts)}: {waited}{layout.format_duration(long, timeline.unit)} from "
-        f"{layout.format_duration(at, timeline.unit, digits=8)}"
+        f"{', '.join(parts)}: {layout.format_duration(box.end - box.start, unit)} from "
+        f"{layout.format_duration(box.start - timeline.start(), unit, digits=8)}"
     )
 
 
@@ -141,14 +158,13 @@ def _row_background(row: layout.LaneRow, margin: float, y: float, plot: float) -
 
 
 def _boxes(row: layout.LaneRow, picture: _Picture, y: float) -> Iterator[str]:
-    for spans, top, height in ((row.main, y, LANE), (row.thin, y + LANE + 1, THIN)):
-        # Narrow spans are drawn first, so that no wide span is hidden behind them.
-        wide = [span for span in spans if (span.end - span.start) * picture.scale >= 1.5]
-        yield from _stack_narrow_spans(
-            [s for s in spans if (s.end - s.start) * picture.scale < 1.5], picture, top, height
-        )
-        for span in wide:
-            yield from _box(span, row.number(span), picture, top, height)
+    for boxes, top, height in ((row.main, y, LANE), (row.thin, y + LANE + 1, THIN)):
+        # Narrow boxes are drawn first, so that no wide one is hidden behind them.
+        narrow = [box for box in boxes if (box.end - box.start) * picture.scale < 1.5]
+        yield from _stack_narrow_boxes(narrow, picture, top, height)
+        for box in boxes:
+            if (box.end - box.start) * picture.scale >= 1.5:
+                yield from _box(box, row.number(box), picture, top, height)
     for span in row.updates():
         x = picture.left + (span.start - picture.timeline.start()) * picture.scale
         title = escape(f"update, stage {span.action.stage}, after microbatch {span.action.microbatch}")
@@ -158,39 +174,45 @@ def _boxes(row: layout.LaneRow, picture: _Picture, y: float) -> Iterator[str]:
         )
 
 
-def _box(span: Span, number: str, picture: _Picture, top: float, height: float) -> Iterator[str]:
-    style, timeline = layout.style_of(span), picture.timeline
-    x = picture.left + (span.start - timeline.start()) * picture.scale
-    width = (span.end - span.start) * picture.scale
+def _box(box: layout.Box, number: str, picture: _Picture, top: float, height: float) -> Iterator[str]:
+    x = picture.left + (box.start - picture.timeline.start()) * picture.scale
+    width = (box.end - box.start) * picture.scale
     seam = 1 if width > 4 else 0  # a line of background between one box and the next
-    yield (
-        f'<rect x="{x:.2f}" y="{top:g}" width="{width - seam:.2f}" height="{height}" fill="{style.fill}">'
-        f"<title>{escape(describe_span(span, timeline, picture.times.get(span, 0)))}</title></rect>"
-    )
-    if height == LANE and number and width > 4 + LETTER * len(number):
-        middle = x + (width - seam) / 2
+    title, below = escape(describe_box(box, picture.timeline, picture.times.get(box.span, 0))), top + height
+    for style, part in box.layers():
+        below -= part * height
         yield (
-            f'<text class="number" x="{middle:.2f}" y="{top + height / 2 + 4:g}" style="fill: {style.ink}">'
-            f"{number}</text>"
+            f'<rect x="{x:.2f}" y="{below:.4g}" width="{width - seam:.2f}" height="{part * height:.4g}" '
+            f'fill="{_paint(style)}"><title>{title}</title></rect>'
+        )
+    letters = min(NUMBER, (width - seam - 1) / max(1, len(number)) / DIGIT)
+    if height == LANE and number and letters >= SMALLEST:
+        smaller = f"; font-size: {letters:.1f}px" if letters < NUMBER else ""
+        yield (
+            f'<text class="number" x="{x + (width - seam) / 2:.2f}" y="{top + height / 2 + 4:g}" '
+            f'style="fill: {box.style.ink}{smaller}">{number}</text>'
         )
 
 
-def _stack_narrow_spans(spans: Sequence[Span], picture: _Picture, top: float, height: float) -> Iterator[str]:
-    """Yield spans too narrow to draw as stacks one pixel wide: one path for each colour."""
-    if not spans:
+def _paint(style: layout.SpanStyle) -> str:
+    return "url(#waiting)" if style is layout.WAITING else style.fill
+
+
+def _stack_narrow_boxes(boxes: Sequence[layout.Box], picture: _Picture, top: float, height: float) -> Iterator[str]:
+    """Yield boxes too narrow to draw as stacks one pixel wide: one path for each colour."""
+    if not boxes:
         return
     bins, timeline = round(picture.plot), picture.timeline
     paths: dict[layout.SpanStyle, list[str]] = {}
-    for at, share in enumerate(layout.style_shares(spans, timeline.start(), (timeline.makespan() or 1) / bins, bins)):
+    for at, share in enumerate(layout.style_shares(boxes, timeline.start(), (timeline.makespan() or 1) / bins, bins)):
         below = top + height
-        # From the bottom up in the order of the legend. pop: send and receive share one style, which is drawn once.
-        for style in layout.STYLES.values():
+        for style in layout.ALL_STYLES:  # from the bottom up in the order of the legend
             if style in share:
-                tall = share.pop(style) * height
+                tall = share[style] * height
                 paths.setdefault(style, []).append(f"M{picture.left + at:g} {below:.2f}h1v{-tall:.2f}h-1z")
                 below -= tall
     for style, pieces in paths.items():
-        yield f'<path fill="{style.fill}" d="{"".join(pieces)}"/>'
+        yield f'<path fill="{_paint(style)}" d="{"".join(pieces)}"/>'
 
 
 def _axis(timeline: Timeline, margin: float, y: float, scale: float) -> Iterator[str]:
@@ -202,9 +224,9 @@ def _axis(timeline: Timeline, margin: float, y: float, scale: float) -> Iterator
     yield f'<text class="faint" x="{margin - 10:g}" y="{y + 14:g}" text-anchor="end">{escape(marks.unit)}</text>'
 
 
-def _legend(timeline: Timeline, x: float, y: float) -> Iterator[str]:
-    for style in layout.legend_styles(timeline):
-        fill = 'class="idle"' if style is layout.IDLE else f'fill="{style.fill}"'
+def _legend(lanes: Sequence[layout.LaneRow], x: float, y: float) -> Iterator[str]:
+    for style in layout.legend_styles(lanes):
+        fill = 'class="idle"' if style is layout.IDLE else f'fill="{_paint(style)}"'
         yield f'<rect {fill} x="{x:g}" y="{y - 10:g}" width="14" height="12"/>'
         yield f'<text x="{x + 20:g}" y="{y:g}">{escape(style.name)}</text>'
         x += 20 + LETTER * len(style.name) + 22

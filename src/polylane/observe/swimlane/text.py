@@ -22,7 +22,7 @@ def text(timeline: Timeline, width: int = 100) -> str:
     in two halves as ``<3`` (input gradients) and ``=3`` (weight gradients). On a rank with several chunks a letter says
     which: ``3a``, ``<3b``. An update that takes no time is a ``#`` in the cell before it. In seconds, or where the
     ticks do not fit, each column shows the style that fills most of its time, and the microbatch where there is room;
-    communication during compute is on a line of its own below.
+    a wait for a slower rank is ``/``, and communication during compute is on a line of its own below.
 
     Args:
         timeline: theoretical, predicted or measured spans.
@@ -63,14 +63,14 @@ def _draw(timeline: Timeline, width: int, paint: _Paint) -> str:
         per_column = ""
         space = round(timeline.makespan()) * cell
         ruler = _ruler(layout.time_axis(timeline.makespan(), timeline.unit, most=max(space // 4, 1)), cell, space, cell)
-        key = _legend_lines(timeline, {kind: f"{sign}0 {layout.STYLES[kind].name}" for kind, sign in _SIGNS.items()})
+        key = _legend_lines(lanes, {kind: f"{sign}0 {layout.STYLES[kind].name}" for kind, sign in _SIGNS.items()})
     else:
         grid = _columns(timeline, lanes, room)
         per_column = f" · a column is {layout.format_duration(timeline.makespan() / room, timeline.unit)}"
         scale = room / (timeline.makespan() or 1)
         ruler = _ruler(layout.time_axis(timeline.makespan(), timeline.unit, most=max(room // 12, 1)), scale, room, 1)
-        key = _legend_lines(timeline, {})
-    lines = [timeline.title] if timeline.title else []
+        key = _legend_lines(lanes, {})
+    lines = [layout.format_title(timeline)] if timeline.title else []
     lines += [layout.format_headline(timeline) + per_column, f"{'':{margin}} │ {ruler}".rstrip()]
     lines += [f"{label:{margin}} │ {paint(cells)}".rstrip() for label, cells in grid]
     return "\n".join([*lines, key, *_bytes_sent_lines(timeline, width)]) + "\n"
@@ -82,9 +82,9 @@ def _bytes_sent_lines(timeline: Timeline, width: int) -> list[str]:
     return textwrap.wrap(f"sent by each rank: {', '.join(map(layout.format_bytes, sent))}", width) if any(sent) else []
 
 
-def _legend_lines(timeline: Timeline, instead: dict[ActionKind, str]) -> str:
+def _legend_lines(lanes: Sequence[layout.LaneRow], instead: dict[ActionKind, str]) -> str:
     words = {layout.STYLES[kind]: word for kind, word in instead.items()}
-    return "   ".join(words.get(style, f"{style.glyph} {style.name}") for style in layout.legend_styles(timeline))
+    return "   ".join(words.get(style, f"{style.glyph} {style.name}") for style in layout.legend_styles(lanes))
 
 
 def _ruler(marks: layout.TimeAxis, scale: float, room: int, cell: int) -> str:
@@ -116,33 +116,38 @@ def _cell_width(timeline: Timeline, lanes: Sequence[layout.LaneRow]) -> int:
         (span.start - start) % 1 == 0 and (span.end - start) % 1 == 0 for span in timeline.spans
     ):
         return 0
-    return 1 + max((1, *(len(row.number(span)) for row in lanes for span in (*row.main, *row.thin))))
+    return 1 + max((1, *(len(row.number(box)) for row in lanes for box in row.main)))
 
 
 def _cells(timeline: Timeline, lanes: Sequence[layout.LaneRow], cell: int) -> list[tuple[str, list[_Cell]]]:
     start, ticks = timeline.start(), round(timeline.makespan())
     grid = []
     for row in lanes:
-        for label, spans, empty in ((row.label, row.main, layout.IDLE.glyph), ("", row.thin, "")):
+        for label, boxes, empty in ((row.label, row.main, layout.IDLE.glyph), ("", row.thin, "")):
             cells = [(f"{empty:>{cell}}", layout.IDLE)] * ticks
-            for span in spans:
-                filled = (f"{_sign(span, row):>{cell}}", layout.style_of(span))
-                for tick in range(round(span.start - start), round(span.end - start)):
+            for box in boxes:
+                filled = (f"{_sign(box, row):>{cell}}", box.style)
+                for tick in range(round(box.start - start), round(box.end - start)):
                     cells[tick] = filled
             # An update that takes no time has no cell of its own: it is marked in the one before.
-            for span in row.updates() if spans is row.main else ():
-                index, mark = round(span.start - start) - 1, layout.style_of(span).glyph + row.number(span)
+            for span in row.updates() if boxes is row.main else ():
+                index, mark = round(span.start - start) - 1, layout.style_of(span).glyph + row.number(_point(span))
                 cells[max(0, index)] = (f"{mark:>{cell}}", cells[index][1])
-            if spans or label:
+            if boxes or label:
                 grid.append((label, cells))
     return grid
 
 
-def _sign(span: Span, row: layout.LaneRow) -> str:
-    kind = span.action.kind
-    if span.action.microbatch is None or kind not in _SIGNS:
-        return layout.STYLES[kind].glyph
-    return _SIGNS[kind] + row.number(span)
+def _point(span: Span) -> layout.Box:
+    """Return the box of an update that takes no time."""
+    return layout.Box(span.start, span.end, layout.style_of(span), span)
+
+
+def _sign(box: layout.Box, row: layout.LaneRow) -> str:
+    kind = box.span.action.kind
+    if box.span.action.microbatch is None or kind not in _SIGNS:
+        return box.style.glyph
+    return _SIGNS[kind] + row.number(box)
 
 
 # --- a column per slice of time ---
@@ -153,8 +158,8 @@ def _columns(timeline: Timeline, lanes: Sequence[layout.LaneRow], room: int) -> 
     grid = []
     for row in lanes:
         main = [_fullest_style(share, layout.IDLE.glyph) for share in layout.style_shares(row.main, start, width, room)]
-        for span in row.main:
-            _write_number(main, span, row, (span.start - start) / width, (span.end - start) / width)
+        for box in row.main:
+            _write_number(main, box, row, (box.start - start) / width, (box.end - start) / width)
         for span in row.updates():
             style = layout.style_of(span)
             main[max(0, round((span.start - start) / width) - 1)] = (style.glyph, style)
@@ -171,11 +176,11 @@ def _fullest_style(share: dict[layout.SpanStyle, float], empty: str) -> _Cell:
     return (style.glyph, style) if part >= 1 - sum(share.values()) and part > 0 else (empty, layout.IDLE)
 
 
-def _write_number(cells: list[_Cell], span: Span, row: layout.LaneRow, start: float, end: float) -> None:
+def _write_number(cells: list[_Cell], box: layout.Box, row: layout.LaneRow, start: float, end: float) -> None:
     """Write the microbatch over the first columns of a span that has one more: it also marks where the span starts."""
-    if span.action.microbatch is None or span.action.kind not in PASSES:
+    if box.span.action.kind not in PASSES or not (label := row.number(box)):
         return
-    label, style = row.number(span), layout.style_of(span)
+    style = box.style
     left, right = math.ceil(start - 0.5), min(math.floor(end + 0.5), len(cells))
     if right - left > len(label) and all(shown is style for _, shown in cells[left:right]):
         cells[left : left + len(label)] = [(digit, style) for digit in label]
