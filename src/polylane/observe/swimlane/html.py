@@ -17,6 +17,7 @@ from polylane.schedule.action import ActionKind
 
 _TEMPLATE = Path(__file__).with_name("swimlane.html")
 _SCRIPT = Path(__file__).with_name("swimlane.js")
+LONGEST_WAITS = 3  # that a table tells of each rank
 _STATES = [TimeState.COMPUTING, TimeState.MOVING, TimeState.WAITING, TimeState.BUBBLE]
 
 
@@ -73,13 +74,13 @@ def _table(timeline: Timeline, labels: Sequence[str]) -> Iterator[str]:
         counts = [layout.format_bytes(count) for count in sent[rank : rank + 1]]
         bubble = layout.format_duration(spent.bubble, unit)
         cells = [share, *times, describe_waits(spent, unit), bubble, layout.format_number(float(live)), *counts]
-        yield _line(label, cells)
+        yield _line(label, cells, heads)
     yield "</tbody>\n<tfoot>"
     spent_times = ([r.computing, r.moving, r.waited, r.bubble] for r in account.ranks)
     sums = (layout.format_duration(sum(times), unit) for times in zip(*spent_times, strict=True))
     cells = [layout.format_percent(timeline.utilization()), *sums, ""]
     cells += [layout.format_bytes(sum(sent))] if sent else []
-    yield _line(f"all, of {layout.format_duration(account.makespan * timeline.ranks, unit)}", cells)
+    yield _line(f"all, of {layout.format_duration(account.makespan * timeline.ranks, unit)}", cells, heads)
     yield "</tfoot>"
 
 
@@ -88,12 +89,16 @@ def describe_waits(spent: RankTime, unit: str) -> str:
     waits = [
         (layout.format_duration(time, unit), peer) for peer, time in sorted(spent.waiting.items(), key=lambda i: -i[1])
     ]
-    words = ", ".join(f"{time} for rank {peer}" for time, peer in waits)
+    words = ", ".join(f"{time} for rank {peer}" for time, peer in waits[:LONGEST_WAITS])
+    words += ", ..." if len(waits) > LONGEST_WAITS else ""
     return f"{layout.format_duration(spent.waited, unit)}: {words}" if len(waits) > 1 else words or "0"
 
 
-def _line(label: str, cells: Sequence[str]) -> str:
-    return f"<tr><th>{escape(label)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+def _line(label: str, cells: Sequence[str], heads: Sequence[str]) -> str:
+    """Return a row; every cell has the name of its column, which stands before it on a narrow screen."""
+    named = zip(cells, heads[1:], strict=True)
+    columns = "".join(f'<td data-head="{escape(head)}">{escape(cell)}</td>' for cell, head in named)
+    return f"<tr><th>{escape(label)}</th>{columns}</tr>"
 
 
 def lane_data(

@@ -6,6 +6,7 @@ import html
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from string import ascii_lowercase
 
 from polylane.observe.swimlane import layout
 from polylane.observe.timeline import Span, Timeline, transfer_times
@@ -185,13 +186,20 @@ def _box(box: layout.Box, number: str, picture: _Picture, top: float, height: fl
             f'<rect x="{x:.2f}" y="{below:.4g}" width="{width - seam:.2f}" height="{part * height:.4g}" '
             f'fill="{_paint(style)}"><title>{title}</title></rect>'
         )
-    letters = min(NUMBER, (width - seam - 1) / max(1, len(number)) / DIGIT)
+    # Where the letter of the chunk has no room, the microbatch stands alone.
+    number = number if _number_size(number, width - seam) >= SMALLEST else number.rstrip(ascii_lowercase)
+    letters = _number_size(number, width - seam)
     if height == LANE and number and letters >= SMALLEST:
         smaller = f"; font-size: {letters:.1f}px" if letters < NUMBER else ""
         yield (
             f'<text class="number" x="{x + (width - seam) / 2:.2f}" y="{top + height / 2 + 4:g}" '
             f'style="fill: {box.style.ink}{smaller}">{number}</text>'
         )
+
+
+def _number_size(number: str, width: float) -> float:
+    """Return the size at which a number fits into a box, in pixels."""
+    return min(NUMBER, (width - 1) / max(1, len(number)) / DIGIT)
 
 
 def _paint(style: layout.SpanStyle) -> str:

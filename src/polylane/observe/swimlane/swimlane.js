@@ -136,8 +136,10 @@ function drawRow(panel, row, bins) {
         ctx.fillRect(left + from, below, to - from - seam, part * row.height);
       }
       const passes = row.peer[i] < 0 && row.state[i] === 0;
-      const label = passes && row.microbatch[i] >= 0 ? String(row.microbatch[i]) + chunk(row, i) : "";
-      const letters = Math.min(12, (to - from - seam - 1) / Math.max(1, label.length) / 0.6);
+      const fits = words => Math.min(12, (to - from - seam - 1) / Math.max(1, words.length) / 0.6);
+      let label = passes && row.microbatch[i] >= 0 ? String(row.microbatch[i]) + chunk(row, i) : "";
+      if (fits(label) < 6.5) label = label.replace(/[a-z]$/, "");
+      const letters = fits(label);
       if (label && row.height === LANE && letters >= 6.5) {
         ctx.fillStyle = data.kinds[row.kind[i]].ink;
         ctx.font = letters + FONT;
