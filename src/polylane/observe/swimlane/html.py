@@ -76,8 +76,10 @@ def _table(timeline: Timeline, labels: Sequence[str]) -> Iterator[str]:
         cells = [share, *times, describe_waits(spent, unit), bubble, layout.format_number(float(live)), *counts]
         yield _line(label, cells, heads)
     yield "</tbody>\n<tfoot>"
-    spent_times = ([r.computing, r.moving, r.waited, r.bubble] for r in account.ranks)
-    sums = (layout.format_duration(sum(times), unit) for times in zip(*spent_times, strict=True))
+    totals = [
+        sum(getattr(rank, part) for rank in account.ranks) for part in ("computing", "moving", "waited", "bubble")
+    ]
+    sums = (layout.format_duration(total, unit) for total in totals)
     cells = [layout.format_percent(timeline.utilization()), *sums, ""]
     cells += [layout.format_bytes(sum(sent))] if sent else []
     yield _line(f"all, of {layout.format_duration(account.makespan * timeline.ranks, unit)}", cells, heads)
