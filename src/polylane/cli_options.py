@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from polylane.commands import requests
-from polylane.commands.learning_rates import LargeBatch, RateRule
+from polylane.commands.learning_rates import LargeBatch, NoiseMode, RateRule
 from polylane.verify.audit import AuditMode
 
 Recipe = Annotated[
@@ -126,6 +126,14 @@ Audit = Annotated[
         help="Repeat steps 1, 2, 4, 8, ... (of a recipe, the first of each epoch as well, in a separate process) as "
         "your code is written, and compare the results. auto: audit as many of them as fit into 1% of the training "
         "time, and stop if a step differs; stop: audit all of them; warn: continue if a step differs.",
+    ),
+]
+Noise = Annotated[
+    NoiseMode,
+    typer.Option(
+        "--noise",
+        help="Measure the gradient noise scale, see polylane advise. auto: in as many steps as 2% of the training time "
+        "allows, where the plan allows it; on: in every step.",
     ),
 ]
 OnHang = Annotated[

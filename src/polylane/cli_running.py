@@ -58,6 +58,7 @@ def train(
     scale_lr: options.ScaleRate = None,
     base_batch: options.BaseBatch = None,
     warmup: options.Warmup = 0,
+    noise: options.Noise = "auto",
     json: Json = False,
 ) -> None:
     """Train a recipe's model on N workers.
@@ -83,13 +84,11 @@ def train(
     shared: dict[str, Any] = {"recipe": recipe, "batch": batch, "settings": tuple(settings or ()), "seed": seed}
     split: dict[str, Any] = {"workers": maximum, "plan": plan, "clip_norm": clip_norm, "json": json, "audit": audit}
     length: dict[str, Any] = {"epochs": epochs, "steps": steps, "drop_last": drop_last, "run_folder": run}
-    request = TrainRequest(
-        **(shared | split | length | {"fewest_workers": fewest, "on_nan": on_nan}),
-        rates=LearningRateOptions(batch, optimizer, lr, scale_lr, base_batch, warmup),
-        saving=SavingOptions(save_every, keep, resume, default_restarts(max_restarts, workers)),
-        trouble=TroubleOptions(on_hang, hang_after, on_disk_error, grace, requeue_code),
-    )
-    command.run(request)
+    length |= {"fewest_workers": fewest, "on_nan": on_nan}
+    rates = LearningRateOptions(batch, optimizer, lr, scale_lr, base_batch, warmup, noise)
+    saving = SavingOptions(save_every, keep, resume, default_restarts(max_restarts, workers))
+    trouble = TroubleOptions(on_hang, hang_after, on_disk_error, grace, requeue_code)
+    command.run(TrainRequest(**(shared | split | length), rates=rates, saving=saving, trouble=trouble))
 
 
 def run(

@@ -222,3 +222,15 @@ def test_new_processes_where_there_are_accelerators(folder: Path) -> None:
     again = json.loads(execute(folder, line.replace("spawned", "as_forked"))[0])
     assert {file.name for file in (folder / "run/spawned").iterdir()} == FILES
     assert again["loss"] == pytest.approx(result["loss"], rel=1e-5)
+
+
+def test_train_writes_the_gradient_noise(folder: Path) -> None:
+    line = "train tiny.py --workers 2 --plan data=2 --epochs 2 --batch 9"
+    execute(folder, f"{line} --noise on --run run/noisy")
+    steps, _ = metrics(folder / "run/noisy")
+    assert [step["noise"]["parts"] for step in steps] == [2] * len(steps)
+    assert all(
+        {"g2", "s", "scale", "low", "high", "batches", "effective", "step_g2"} <= step["noise"].keys() for step in steps
+    )
+    execute(folder, f"{line} --noise off --run run/quiet")
+    assert not any("noise" in step for step in metrics(folder / "run/quiet")[0])

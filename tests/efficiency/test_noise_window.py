@@ -126,18 +126,40 @@ def test_not_enough_data_yet() -> None:
     noisy = [NoiseEstimate(0.1 + float(g), 5.0) for g in generator.normal(size=50)]
     scale = measure_noise_scale(noisy)
     assert (scale.scale, scale.low, scale.high) == (None, None, None) and scale.batches == 50
-    assert measure_noise_scale([]).scale is None and math.isnan(measure_noise_scale([]).gradient)
+    assert measure_noise_scale([]).scale is None and measure_noise_scale([]).batches == 0
     assert measure_noise_scale([NoiseEstimate(1.0, 5.0)] * 7).scale is None
     assert measure_noise_scale([NoiseEstimate(1.0, 5.0)] * 8).scale == 5.0
 
 
 def test_the_window_slides() -> None:
     window = NoiseWindow(size=10)
-    for spread in [100.0] * 10 + [7.0] * 10:
-        window.add(NoiseEstimate(1.0, spread))
+    for spread in [100.0] * 10 + [7.0] * 11:
+        window.add(NoiseEstimate(spread / 7, spread if spread == 7 else 3 * spread))
     window.add(NoiseEstimate(math.nan, math.inf))
-    assert window.measure().scale == 7.0 and window.measure().batches == 10
-    assert window.measure().to_dict()["scale"] == 7.0
+    assert window.measure().scale == pytest.approx(7.0) and window.measure().batches == 10
+    assert window.measure().to_dict()["scale"] == pytest.approx(7.0)
+
+
+def test_a_window_in_which_gradients_shrink() -> None:
+    """By a factor of 1,000: its interval is honest, and hardly more than half as wide as without levels."""
+    scales, error = np.ones(20), np.ones(20)
+    covered, widths = 0, list[float]()
+    for seed in range(300):
+        estimates = regression_estimates(np.random.default_rng(seed), 120, scales, error)
+        shrinking = [
+            NoiseEstimate(e.gradient * f, e.spread * f)
+            for e, f in zip(estimates, np.geomspace(1, 1e-3, 120), strict=True)
+        ]
+        window = NoiseWindow()
+        for estimate in shrinking:
+            window.add(estimate)
+        scale, plain = window.measure(), measure_noise_scale(shrinking)
+        assert scale.low is not None and scale.high is not None
+        covered += scale.low <= 21 <= scale.high
+        if plain.low is not None and plain.high is not None:
+            widths.append((scale.high - scale.low) / (plain.high - plain.low))
+    assert 0.93 <= covered / 300 <= 0.97
+    assert np.median(widths) < 0.6
 
 
 def test_fieller_is_the_set_of_ratios_within_the_errors() -> None:

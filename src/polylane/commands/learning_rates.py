@@ -1,4 +1,7 @@
-"""Learning-rate options of the command line: an optimizer for large batches, rates scaled with the batch, warm-up."""
+"""Learning-rate options of the command line: an optimizer for large batches, rates scaled with the batch, warm-up.
+
+Beside them, what a training learns of its gradient noise, by which batch and rates may follow.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 
 LargeBatch = Literal["lars", "lamb"]
 RateRule = Literal["linear", "sqrt"]
+NoiseMode = Literal["auto", "on", "off"]
 
 # LARS multiplies its rate by a trust ratio with a coefficient of 0.001. Parameters without that ratio (biases, norms)
 # take this fraction of the rate instead.
@@ -33,6 +37,8 @@ class LearningRateOptions:
         rule: how learning rates grow with the batch, "linear" or "sqrt"; None: not at all.
         base_batch: number of samples of a step that the learning rates are meant for; None without a rule.
         warmup: number of steps in which learning rates rise to their full value.
+        noise: whether the gradient noise is measured: "on" in every step, "auto" in as many as 2% of the time allow,
+            and not where the plan does not allow it.
 
     Raises:
         PolylaneError: one of two options that go together is missing, or a rate is not positive and finite.
@@ -44,6 +50,7 @@ class LearningRateOptions:
     rule: RateRule | None = None
     base_batch: int | None = None
     warmup: int = 0
+    noise: NoiseMode = "auto"
 
     def __post_init__(self) -> None:
         why = "say which batch the rates are for, and how they grow"

@@ -4,6 +4,10 @@ The noise scale is mean(S) / mean(𝒢²): averaged first, since the ratio of on
 denominator may be near zero, or below). The interval is Fieller's (1954) for a ratio of correlated means, which stays
 honest where the denominator is known badly; the variance of the means is inflated by the autocorrelation of the
 estimates, since batches that follow each other see nearly the same weights.
+
+Gradients of a training may shrink a hundredfold within a window, so that its first batches would decide alone. Each
+batch is therefore divided by the level of S over the batches before it: a weight that does not know the batch itself
+leaves its estimates unbiased, and the ratio as it is.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +29,8 @@ WINDOW = 200
 # With fewer, neither a variance nor an autocorrelation is known.
 FEWEST = 8
 COVERAGE = 0.95
+# Share of the level of S that the batches before the last one keep: it follows over about ten batches.
+LEVEL_MEMORY = 0.9
 
 
 @dataclass(frozen=True)
@@ -64,21 +70,30 @@ class NoiseScale:
 class NoiseWindow:
     """The estimates of the last batches, as a sliding window.
 
+    The first batch gives the level by which the next is divided, and is not averaged.
+
     Args:
         size: number of batches that it holds; an older one is dropped for each that comes.
     """
 
     def __init__(self, size: int = WINDOW) -> None:
         self._estimates = deque[NoiseEstimate](maxlen=size)
+        self._level: float | None = None
 
     def add(self, estimate: NoiseEstimate) -> None:
         """Add the estimates of a batch; those that are not finite are left out, as its update often is."""
-        if math.isfinite(estimate.gradient) and math.isfinite(estimate.spread):
-            self._estimates.append(estimate)
+        if not (math.isfinite(estimate.gradient) and math.isfinite(estimate.spread)):
+            return
+        level = self._level
+        if level:
+            self._estimates.append(NoiseEstimate(estimate.gradient / level, estimate.spread / level))
+        spread = abs(estimate.spread)
+        self._level = LEVEL_MEMORY * level + (1 - LEVEL_MEMORY) * spread if level else spread
 
     def measure(self) -> NoiseScale:
-        """Return what the batches of the window say."""
-        return measure_noise_scale(self._estimates)
+        """Return what the batches of the window say, at the level of gradients behind the last of them."""
+        scale, level = measure_noise_scale(self._estimates), self._level or 1.0
+        return replace(scale, gradient=scale.gradient * level, spread=scale.spread * level)
 
 
 def measure_noise_scale(estimates: Iterable[NoiseEstimate]) -> NoiseScale:
@@ -90,7 +105,7 @@ def measure_noise_scale(estimates: Iterable[NoiseEstimate]) -> NoiseScale:
     pairs = np.array([(estimate.spread, estimate.gradient) for estimate in estimates], dtype=np.float64).reshape(-1, 2)
     count = len(pairs)
     if count < FEWEST:
-        spread, gradient = pairs.mean(axis=0) if count else (math.nan, math.nan)
+        spread, gradient = pairs.mean(axis=0) if count else (0.0, 0.0)
         return NoiseScale(float(gradient), float(spread), count, float(count))
     spread, gradient = (float(mean) for mean in pairs.mean(axis=0))
     # What the ratio's error is made of, to first order: where it is correlated from batch to batch, so is the ratio's.

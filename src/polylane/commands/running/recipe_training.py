@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from polylane.commands import user_inputs as inputs
+from polylane.commands.learning.noise_log import check_noise, measure_noise
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.resume import check_same_model, read_saved_plan
 from polylane.commands.running.resumed_microbatches import keep_microbatches
@@ -53,6 +54,11 @@ class RecipeTraining:
         return data.batch_sizes(len(self.train), self.request.batch, self.request.drop_last)
 
     @property
+    def population(self) -> int | None:
+        """The number of samples of the training data, each of which an epoch has once; None for a stream."""
+        return len(self.train) if data.is_mapped(self.train) else None
+
+    @property
     def ends_before_last(self) -> bool:
         """Whether the training has fewer steps than the first epoch has batches."""
         steps = self.request.steps
@@ -73,7 +79,9 @@ class RecipeTraining:
         """
         clip_norm, seed = self.request.clip_norm, self.request.seed
         example = self.problem.example
-        return Job(prepared, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=same_weights)
+        job = Job(prepared, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=same_weights)
+        measure_noise(self.request.rates.noise, job, prepared.batch_is_sharded)
+        return job
 
     def start_auditor(self, prepared: CompiledTraining, world: World) -> AuditStart:
         """Start what makes some steps a second time; every worker calls it, before it makes its job."""
@@ -182,6 +190,7 @@ def prepare_once(training: RecipeTraining, plan: AnyPlan) -> CompiledTraining:
     if training.request.resume_from is not None:
         prepared = keep_microbatches(prepared, plan, read_saved_plan(training.request.resume_from), compile_for)
     check_last_batch(training, prepared)
+    check_noise(training.request.rates.noise, prepared.plan, prepared.batch_is_sharded)
     return prepared
 
 

@@ -12,6 +12,7 @@ from polylane.commands.running.step_log import StepLog, Tell, TrainingOutcome
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan_file import dump
 from polylane.runtime.step_result import StepResult
+from polylane.runtime.telemetry.noise_reading import NoiseReading
 from polylane.script.role import ScriptJob
 
 
@@ -49,6 +50,11 @@ class AccumulatedStep:
     def timeline(self) -> Timeline:
         """The spans of the last run."""
         return self.results[-1].timeline
+
+    @property
+    def noise(self) -> NoiseReading | None:
+        """The norms of the gradients of a single run's parts; None of several, whose sum nobody has measured."""
+        return self.results[0].noise if len(self.results) == 1 else None
 
 
 class ScriptLog:

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from polylane.commands.learning.noise_log import NoiseLog
 from polylane.observe.timeline import Timeline
 from polylane.runtime.job import Job
 from polylane.runtime.plain_data.serialization import serializable
+from polylane.runtime.telemetry.noise_reading import NoiseReading
 from polylane.verify.audit.audit_report import AuditReport
 
 Tell = Callable[[dict[str, Any]], None]
@@ -109,6 +111,8 @@ class LoggedStep(Protocol):
     def sums(self) -> tuple[float, float]: ...
     @property
     def timeline(self) -> Timeline: ...
+    @property
+    def noise(self) -> NoiseReading | None: ...
 
 
 class StepLog:
@@ -120,10 +124,12 @@ class StepLog:
     Args:
         tell: called with each message, as plain data.
         slack: returns the number of steps that may be in flight before a loss is read.
+        noise: follows the steps whose gradient noise is measured; default: a new one.
     """
 
-    def __init__(self, tell: Tell, slack: Callable[[], int]) -> None:
+    def __init__(self, tell: Tell, slack: Callable[[], int], noise: NoiseLog | None = None) -> None:
         self._tell = tell
+        self.noise = NoiseLog() if noise is None else noise
         self._slack = slack
         self._waiting: deque[Callable[[], None]] = deque()
         self._late: deque[tuple[float, LoggedStep]] = deque(maxlen=LATE_STEPS)
@@ -238,6 +244,7 @@ class StepLog:
         if math.isnan(count):  # a dedicated server has no loss
             return
         self.loss = message["loss"] = result.loss
+        message |= self.noise.describe(result)
         self._sum += total
         self._count += count
         if self.stopped is None and not math.isfinite(self.loss):

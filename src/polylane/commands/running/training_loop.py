@@ -15,6 +15,7 @@ from typing import Any
 from polylane.checkpoint.commit import MANIFEST
 from polylane.checkpoint.store import name_another
 from polylane.commands import user_inputs as inputs
+from polylane.commands.learning.noise_log import NoiseLog
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.recipe_training import RecipeTraining
 from polylane.commands.running.resume import NothingLeft, check_same_run, describe_run, refuse_if_done
@@ -59,7 +60,7 @@ def train(
         NothingLeft: on all workers, if the checkpoint to go on from is that of the last step, or of a later one.
     """
     request, epochs = training.request, training.epochs
-    log, stops = StepLog(tell, lambda: job.worker.slack), request.on_nan == "stop"
+    log, stops = StepLog(tell, lambda: job.worker.slack, NoiseLog(training.population)), request.on_nan == "stop"
     saved, changed = _load_checkpoint(job, training, log) if request.resume_from is not None else (None, [])
     tell(begin_message(job, training, prepared, saved, log.loss, changed))
     audit = attach_audit(audits, job, partial(_tell_verdict, tell, request.audit))

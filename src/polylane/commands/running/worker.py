@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from polylane.auto.plan_broadcast import compile_on_all_ranks
+from polylane.commands.learning.noise_log import check_noise
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.fewer_workers import gather_saved_plan, plan_for_started
 from polylane.commands.running.recipe_training import RecipeTraining, check_last_batch, load_materials
@@ -113,6 +114,7 @@ def compile_together(request: TrainRequest, world: World) -> TrainingWorker:
         warn = warnings.warn if world.rank == 0 else ignore
         compiled = keep_microbatches(compiled, plan, saved, compile_again, warn)
     check_last_batch(training, compiled)
+    check_noise(request.rates.noise, compiled.plan, compiled.batch_is_sharded)
     return TrainingWorker(training, compiled, world)
 
 
