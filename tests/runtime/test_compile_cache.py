@@ -151,7 +151,7 @@ class Counting:
 
     def bind(self, key: CacheKey, graph: Any, programs: Any, microbatches: int, replica_local: bool) -> str:
         self.bound.append((microbatches, replica_local))
-        return f"{key.objective} of {key.signature[0][1][1]}"
+        return f"{key.purpose.objective} of {key.signature[0][1][1]}"
 
     def fit_to_samples(self, bound: str, samples: int, open_sizes: tuple[int, ...]) -> str:
         assert open_sizes == ()

@@ -22,6 +22,7 @@ from polylane.compile.training_problem import TrainingProblem
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import PolylaneError
 from polylane.faults import told_as_fault
+from polylane.graph.capture.asked_outputs import Function
 from polylane.graph.capture.export import Loss
 from polylane.plan.options import OPTIONS
 from polylane.plan.plan import AnyPlan
@@ -48,6 +49,7 @@ def parallelize(
     example: Any,
     plan: str | AnyPlan = "data=1",
     scheduler: SchedulerFactory | Mapping[str, SchedulerFactory] | None = None,
+    metrics: Function | None = None,
     batch_size: int | None = None,
     clip_norm: float | None = None,
     seed: int = 0,
@@ -74,6 +76,10 @@ def parallelize(
             fastest on all workers. "auto" supports one loss, and workers on one host.
         scheduler: function that builds a learning-rate scheduler from the optimizer. It is stepped after every step;
             leave it out to step a scheduler yourself.
+        metrics: ``metrics(model, batch)``, which returns a dict of what :meth:`polylane.Job.evaluate_dataset` reports
+            besides the loss: a :class:`polylane.Mean`, a tensor with a value for each sample, or a metric object of
+            torchmetrics with what it is updated with, ``(metric, predictions, targets)``. It is computed in the same
+            forward pass as the (first) loss.
         batch_size: number of samples in a training batch. Default: that of the example.
         clip_norm: maximum 2-norm of the gradients of all parameters of the optimizer. Default: no clipping.
         seed: seed of the order of samples and of all random numbers of the model.
@@ -96,7 +102,7 @@ def parallelize(
         PolylaneError: the plan does not fit the workers or the model, or no plan does; the message says why.
     """
     world = watch_script(World.join(), on_hang, hang_after)
-    of_loss = build_objectives(loss, optimizer, scheduler)  # type: ignore[arg-type]  # see TrainingProblem
+    of_loss = build_objectives(loss, optimizer, scheduler, metrics)  # type: ignore[arg-type]  # see TrainingProblem
     problem = TrainingProblem(model, of_loss, example, batch_size, init, device=world.accelerator)
     compiled = compile_for(world, problem, resolve_plan(world, problem, plan), alone)
     return start_job(Job, world, compiled, audit, example=example, clip_norm=clip_norm, seed=seed)

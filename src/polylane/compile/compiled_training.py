@@ -21,7 +21,9 @@ from polylane.compile.plan_checks import check_optimizers, check_plan
 from polylane.compile.python_effects import refuse_repeated_effects
 from polylane.compile.sample_shares import compute_shares
 from polylane.compile.training_problem import TrainingProblem
+from polylane.errors import PolylaneError
 from polylane.graph.batch import count_parts, flatten, sampled_leaves
+from polylane.graph.capture.asked_outputs import AskedOutputs
 from polylane.graph.capture.export import Loss
 from polylane.graph.capture.open_dimensions import Opening
 from polylane.graph.graph import Graph
@@ -154,6 +156,7 @@ class CompiledTraining:
         opening: Opening | None = None,
         draws: StepDraws | None = None,
         check_device: torch.device | None = None,
+        outputs: AskedOutputs | None = None,
     ) -> Partition:
         """Capture an objective in another mode or for another form of batch, and cut the graph where its first one is.
 
@@ -165,8 +168,13 @@ class CompiledTraining:
             opening: sizes other than the number of samples that are to be left open; default: none.
             draws: numbers of the step to come, which may decide which way the loss goes; None: of no step.
             check_device: where what is captured is held against the model; None: the device of the model.
+            outputs: what is asked for beside the loss; None: in evaluation mode the objective's metrics.
+
+        Raises:
+            PolylaneError: it cannot be captured, or not with what is asked for beside the loss.
         """
         main, loss = self.graphs[objective].partition, self.objectives[objective].loss
+        outputs = outputs or (None if training else self.objectives[objective].outputs)
         # What requires a gradient may be another choice than at the first capture.
         trainable = trainable_names(named_parameters(self.model, [loss]), self.held[objective])
         graph = capture_with_counts(
@@ -182,7 +190,10 @@ class CompiledTraining:
             asks=bool(main.graph.code.readings),
             draws=draws,
             check_device=check_device,
+            outputs=outputs,
         )
+        if outputs is not None and graph.is_opaque and not main.graph.is_opaque:
+            raise PolylaneError(f"{outputs.call} cannot be captured with the model: {graph.notes[0]}")
         return align_partition(main, graph)
 
     def carry_over_layouts(self, sizes: Iterable[int]) -> None:

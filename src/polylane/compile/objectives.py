@@ -21,6 +21,7 @@ from polylane.compile.optimizer_sequence import (
 )
 from polylane.compile.unusable_modules import refuse_unusable_settings
 from polylane.errors import PolylaneError
+from polylane.graph.capture.asked_outputs import AskedOutputs, Function
 from polylane.graph.capture.export import Loss
 from polylane.graph.capture.python.log_statements import LossLog
 from polylane.graph.python_state.compiler import without_compiler
@@ -48,6 +49,7 @@ class Objective:
         optimizer: factory from (name, parameter) pairs to an optimizer.
         scheduler: factory from that optimizer to a scheduler; None without one.
         log: lines of the user's loss that only note something, and that ``loss`` is without; None: it has none.
+        metrics: the user's function of (model, batch), whose results every evaluation has; None without one.
     """
 
     name: str
@@ -55,12 +57,18 @@ class Objective:
     optimizer: OptimizerFactory
     scheduler: SchedulerFactory | None = None
     log: LossLog | None = None
+    metrics: Function | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", without_compiler(self.loss))
         # An optimizer object, or a list of them, becomes a factory once the model's names are known.
         if not isinstance(self.optimizer, JoinedFactory | torch.optim.Optimizer | list | tuple):
             object.__setattr__(self, "optimizer", JoinedFactory(self.optimizer))
+
+    @property
+    def outputs(self) -> AskedOutputs | None:
+        """What an evaluation computes beside the loss; None: nothing."""
+        return None if self.metrics is None else AskedOutputs("metrics", self.metrics)
 
     @property
     def given_loss(self) -> Loss:
@@ -222,8 +230,9 @@ def build_objectives(
     loss: Loss | Mapping[str, Loss],
     optimizer: OptimizerFactory | Mapping[str, OptimizerFactory],
     scheduler: SchedulerFactory | Mapping[str, SchedulerFactory] | None,
+    metrics: Function | None = None,
 ) -> dict[str, Objective]:
-    """Build one objective, or one for each name of a mapping.
+    """Build one objective, or one for each name of a mapping; metrics belong to the first.
 
     Raises:
         PolylaneError: the mappings do not have the same names, or torch is set so that nothing can be trained.
@@ -234,7 +243,7 @@ def build_objectives(
             raise PolylaneError(
                 "one loss takes one optimizer and one scheduler: give a mapping of losses, or no mapping at all"
             )
-        return {"loss": Objective("loss", loss, optimizer, scheduler)}
+        return {"loss": Objective("loss", loss, optimizer, scheduler, metrics=metrics)}
     if not isinstance(optimizer, Mapping) or set(loss) != set(optimizer):
         raise PolylaneError(f"losses named {sorted(loss)} take a mapping of optimizers with the same names")
     # Parameters of a loss module are named "loss.": with two such modules the names would not be unique.
@@ -244,7 +253,11 @@ def build_objectives(
     if len(shared) > 1:
         raise PolylaneError(f"losses {', '.join(sorted(shared))} both have parameters: move them into the model")
     schedulers = scheduler if isinstance(scheduler, Mapping) else dict.fromkeys(loss, scheduler)
-    return {name: Objective(name, loss[name], optimizer[name], schedulers.get(name)) for name in loss}
+    metrics_of = {next(iter(loss), ""): metrics}
+    return {
+        name: Objective(name, loss[name], optimizer[name], schedulers.get(name), metrics=metrics_of.get(name))
+        for name in loss
+    }
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:

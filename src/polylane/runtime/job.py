@@ -26,6 +26,7 @@ from polylane.runtime.checkpoint.save import CheckpointSaver, Position
 from polylane.runtime.connections.connections import Connect
 from polylane.runtime.data import loader as data
 from polylane.runtime.data.stream_state import StreamState
+from polylane.runtime.evaluation.job_evaluations import JobEvaluations
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.progress.script_calls import collective
 from polylane.runtime.server_role import ServingRole
@@ -40,7 +41,7 @@ from polylane.runtime.workers.world import World
 _OF_WORKER = frozenset(("slack", "part_of", "shard_of", "stepping", "staleness", "counters", "updates", "held"))
 
 
-class Job:
+class Job(JobEvaluations):
     """One worker's part of a distributed training; collective methods must be called by every worker, in one order.
 
     Attributes:
@@ -134,17 +135,6 @@ class Job:
             self.audit.after_step(result)
         self._position, self._stream = Position(self._position.step + 1, position.epoch, position.samples), stream
         return result
-
-    @collective("job.evaluate")
-    def evaluate(self, batch: Any, objective: str | None = None) -> float:
-        """Return the loss of a batch in evaluation mode, computed by a forward pass under the plan; collective."""
-        total, count = self.evaluate_sums(batch, objective)
-        return total / count if count else float("nan")
-
-    @collective("job.evaluate_sums")
-    def evaluate_sums(self, batch: Any, objective: str | None = None) -> tuple[float, float]:
-        """Return the loss of :meth:`evaluate` as (total, count), to be summed over a dataset; collective."""
-        return self._role.evaluate_sums(batch, self._resolve_objective(objective))
 
     def batches(
         self,

@@ -29,6 +29,7 @@ from polylane.runtime.parameters.weight_versions import WeightVersions
 from polylane.runtime.pipeline.asynchronous import AsynchronousExecutor, AsynchronousPipeline
 from polylane.runtime.pipeline.bind_program import bind_program, lower_programs
 from polylane.runtime.pipeline.executor import Executor
+from polylane.runtime.state.settings_versions import Purpose
 from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.runtime.sync.objective_update import ObjectiveUpdate
 from polylane.samples.batch_division import check_open_sizes, refuse_coupled_samples
@@ -42,16 +43,14 @@ class CacheKey(NamedTuple):
     """The guards of a compiled graph: what it was compiled for.
 
     Attributes:
-        objective: name of the loss that it computes.
-        training: whether in training mode; else in evaluation mode, forward only.
+        purpose: what it computes.
         structure: how the batch is nested, see :func:`polylane.graph.batch.batch_structure`.
         signature: dtypes and sizes of the batch's leaves, see :func:`polylane.graph.batch.batch_signature`.
         settings: version number of the user's settings that the graph was captured with; 0 is the version at the start.
         answers: tells graphs of one form apart that hold for other answers to what the loss asks of a batch.
     """
 
-    objective: str
-    training: bool
+    purpose: Purpose
     structure: Any
     signature: tuple[Any, ...]
     settings: int
@@ -123,14 +122,13 @@ class ProgramBinder:
 
     def capture(
         self,
-        objective: str,
-        training: bool,
+        purpose: Purpose,
         batch: Any,
         kind: str,
         opening: Opening | None = None,
         draws: StepDraws | None = None,
     ) -> CompiledGraph:
-        """Capture an objective for another form of batch, or with sizes left open, and compile it like the first one.
+        """Capture a graph for another form of batch, or with sizes left open, and compile it like the first one.
 
         Raises:
             NotOpened: the sizes of ``opening`` cannot be left open.
@@ -149,18 +147,22 @@ class ProgramBinder:
                 batch = rebuild(to_device(leaves, device))
                 if opening is not None:
                     opening = replace(opening, others=tuple(to_device(leaves, device) for leaves in opening.others))
-            partition = prepared.recapture(objective, batch, training, kind, opening, draws, own_device)
+            partition = prepared.recapture(
+                purpose.objective, batch, purpose.training, kind, opening, draws, own_device, purpose.asked
+            )
         if opening is not None and not prepared.batch_is_sharded and max(self._plan.data, self._plan.microbatches) > 1:
             check_open_sizes(partition.graph, self._plan.per_sample, opening.others)
-        self._refuse(partition, training)
+        self._refuse(partition, purpose.training)
         return prepared.compile_further(partition)
 
     def lower(self, key: CacheKey, graph: CompiledGraph, replica_local: bool) -> tuple[Program, ...]:
-        if graph is self._prepared.graphs[key.objective]:  # lowered before the first step, for its connections
-            return self._ahead[replica_local][key.objective]
-        if graph is self._prepared.evaluations.get(key.objective):  # compiled ahead, not checked by capture() here
-            self._refuse(graph.partition, key.training)
-        programs = lower_programs(self._prepared, graph, key.training, replica_local)
+        if graph is self._prepared.graphs[key.purpose.objective]:  # lowered before the first step, for its connections
+            return self._ahead[replica_local][key.purpose.objective]
+        if graph is self._prepared.evaluations.get(
+            key.purpose.objective
+        ):  # compiled ahead, not checked by capture() here
+            self._refuse(graph.partition, key.purpose.training)
+        programs = lower_programs(self._prepared, graph, key.purpose.training, replica_local)
         return self._local_model.shard_units.regroup_buckets(programs)
 
     def bind(
@@ -168,8 +170,8 @@ class ProgramBinder:
     ) -> BoundProgram:
         if microbatches < self._plan.microbatches:
             programs = tuple(truncate_program(program, microbatches) for program in programs)
-        codec = self._updates[key.objective].compressor if key.training and not replica_local else None
-        if key.training and microbatches < self._plan.microbatches and self.pipeline is not None:
+        codec = self._updates[key.purpose.objective].compressor if key.purpose.training and not replica_local else None
+        if key.purpose.training and microbatches < self._plan.microbatches and self.pipeline is not None:
             raise PolylaneError(
                 f"schedule={self._plan.schedule} divides every batch into {self._plan.microbatches} microbatches, and "
                 f"this one only into {microbatches}: leave it out, with drop_last=True of batches()"

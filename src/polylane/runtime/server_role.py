@@ -28,6 +28,7 @@ from polylane.compile.optimizer_sequence import as_given
 from polylane.compile.sample_shares import Batch
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count
+from polylane.graph.capture.asked_outputs import AskedOutputs
 from polylane.observe.timeline import Span
 from polylane.runtime.connections.byte_counters import AGREEMENT, OPERATORS, STAGES, STATISTICS
 from polylane.runtime.data import loader as data
@@ -93,8 +94,17 @@ class ServingRole:
         result: T = otherwise if self._closed else value
         return result
 
-    def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
+    def evaluate_sums(self, batch: Any, name: str, metrics: None = None) -> tuple[float, float]:
         return self._receive_result(CollectiveCall.EVALUATE, (math.nan, math.nan))
+
+    def begin_metrics(self) -> None:
+        """Return nothing: metrics are those of the workers that train."""
+
+    def complete_metrics(self, metrics: None) -> dict[str, float]:
+        return self._receive_result(CollectiveCall.EVALUATE, {})
+
+    def predict(self, batch: Any, name: str, asked: AskedOutputs) -> list[Any]:
+        return []
 
     def whole_gradients(self, name: str) -> dict[str, Tensor | None]:
         return self._receive_result(CollectiveCall.WHOLE_GRADIENTS, {})

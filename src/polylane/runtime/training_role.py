@@ -20,6 +20,7 @@ from polylane.compile.optimizer_sequence import as_given
 from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_shares
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import ActionFailed
+from polylane.graph.capture.asked_outputs import AskedOutputs
 from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.readings.asked_draws import StepDraws
 from polylane.graph.sparse_gradients import densify
@@ -31,6 +32,8 @@ from polylane.runtime.connections.connections import Connect, open_connections, 
 from polylane.runtime.data import loader as data
 from polylane.runtime.data.batch_checks import BatchChecks
 from polylane.runtime.data.read_trial import ReadTrials
+from polylane.runtime.evaluation.evaluator import Evaluator
+from polylane.runtime.evaluation.metric_states import MetricStates
 from polylane.runtime.parameters.full_tensors import FullTensors
 from polylane.runtime.parameters.local_model import LocalModel, plan_shard_units
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
@@ -105,6 +108,8 @@ class TrainingRole:
         self._sync = build_sync(all_processes, self._local_model, self._connections, self._updates, clip_norm)
         if self._binder.pipeline is not None:  # a batch's loss is known when the last stage has seen it
             self._sync.max_steps_in_flight = 2 + self._binder.pipeline.delay
+        parts = self._local_model, self._cache, self._checks, self._binder, self._sync, self._transport
+        self._evaluator = Evaluator(prepared, world, *parts, self._pause_training, self._run)
         self._stale_weights = track_stale_weights(self._local_model)
         self._state = WorkerTrainingState(self._local_model, self._updates, self._sync, self._required_gradients)
         self.telemetry = Telemetry(world, self._local_model, has_norms=not self.plan.is_asynchronous)
@@ -222,32 +227,19 @@ class TrainingRole:
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     @allow_own_calls()
-    def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
-        state, _, (digests, was_read) = self._evaluate(batch, name)
-        vector = state.to_vector(digests, self.world.device)
-        total, count, *read = self._transport.all_reduce(vector, range(self.world.size)).wait().tolist()
-        self._checks.compare(read, "evaluation", was_read)
-        # Dedicated servers take part in no pass: they receive the result of every collective call from rank 0.
-        self._sync.broadcast_result(CollectiveCall.EVALUATE, (float(total), float(count)))
-        return float(total), float(count)
+    def evaluate_sums(self, batch: Any, name: str, metrics: MetricStates | None = None) -> tuple[float, float]:
+        return self._evaluator.evaluate(batch, name, metrics)
 
-    def _evaluate(self, batch: Any, name: str) -> tuple[StepState, BoundProgram, tuple[Any, Any]]:
-        """Run a forward pass; return also the digests of what this worker has read, to be compared."""
-        self._pause_training()
-        local_batch, digests, was_read = self._checks.take(batch, "evaluation", self._cache.sampled)
-        if local_batch.is_collated:
-            self._checks.refuse_unequal_sizes(local_batch)
-        with self.world.progress.during(Phase.COMPILING):
-            bound = self._cache.compiled_for(name, local_batch, training=False)
-        self._local_model.buffers.receive_updates(bound.buffers)
-        with (
-            self.world.progress.during(Phase.EVALUATING),
-            torch.no_grad(),
-            self._sync.averaged_weights(),
-            self._binder.restoring_python_state(bound.partition),
-        ):
-            state = self._run("evaluation", bound, local_batch, 0, lambda state: None)
-        return state, bound, (digests, was_read)
+    def begin_metrics(self) -> MetricStates:
+        return MetricStates(self._transport, self.world.device)
+
+    @allow_own_calls()
+    def complete_metrics(self, metrics: MetricStates) -> dict[str, float]:
+        return self._evaluator.complete(metrics)
+
+    @allow_own_calls()
+    def predict(self, batch: Any, name: str, asked: AskedOutputs) -> list[Any]:
+        return self._evaluator.predict(batch, name, asked)
 
     # ---- data and weights --------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ from polylane.runtime.state.optimizer_state import OptimizedPart
 from polylane.runtime.state.python_state import restore_python_state
 from polylane.runtime.step_result import StepState
 from polylane.runtime.training_role import TrainingRole
-from polylane.samples.derivation import Derivation, derive_composition
 from polylane.samples.leaf_effects import effects_by_module
 from polylane.script.loading.batch_rows import BatchRows
 
@@ -42,7 +41,6 @@ class ScriptRole(TrainingRole):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._derivations = dict[int, Derivation]()  # by the id of a graph, which is one of self.partitions
         self.rows = BatchRows(self.shares, self.world, self._transport, self._prepared)
         self._with_gradient = set[str]()  # canonical names of the parameters that have one, on any worker
         self._stale_weights.let_script_read()
@@ -100,7 +98,7 @@ class ScriptRole(TrainingRole):
     @allow_own_calls()
     def compute_outputs(self, batch: Any, name: str) -> StepOutputs:
         """Run a forward pass without gradients, and return what it returns besides the loss; collective."""
-        state, bound, _ = self._evaluate(take_tape(batch), name)
+        state, bound, _ = self._evaluator.compute(take_tape(batch), name)
         if bound.buffers:
             self._local_model.buffers.mark_updated(bound.buffers)
         return self._outputs_of(bound, state)
@@ -118,11 +116,7 @@ class ScriptRole(TrainingRole):
         if id(partition) not in self.partitions:
             self._refuse_kept_state(partition.graph)
         self.partitions[id(partition)] = partition
-        is_whole = bound.passes == 1 and self.plan.degree("data", partition.loss_stage) == 1
-        # Replicas that split operators have whole outputs, and the first of them counts.
-        is_whole = is_whole or self._prepared.batch_is_sharded
-        derive = partial(self._derive, partition.graph)
-        return StepOutputs(partition.graph, state, derive, is_whole, self._transport, self.world.device)
+        return self._evaluator.outputs_of(bound, state)
 
     def _refuse_kept_state(self, graph: Graph) -> None:
         """Refuse Python of the user's that keeps what the script may read, and runs on one stage's workers alone.
@@ -138,12 +132,6 @@ class ScriptRole(TrainingRole):
                     "alone, while the script may read that on all of them: return it from the forward, or let a "
                     "forward hook look at what the module returns, or take a plan without pipeline"
                 )
-
-    def _derive(self, graph: Graph) -> Derivation:
-        """Return how parts of a batch make up the values of a graph; derived once for each."""
-        if id(graph) not in self._derivations:
-            self._derivations[id(graph)] = derive_composition(graph, self.plan.per_sample)
-        return self._derivations[id(graph)]
 
     @cached_property
     def partitions(self) -> dict[int, Partition]:

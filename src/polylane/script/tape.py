@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from polylane.errors import PolylaneError
 from polylane.graph.argument_trees import flatten_tree
-from polylane.graph.capture.export import LossWithOutputs
+from polylane.graph.capture.asked_outputs import LossWithOutputs, stand_in_loss
 from polylane.script.deferred import Spec, flatten_arguments, unflatten_arguments
 from polylane.script.loading.input_layout import BatchDim, TapeLayout, propose_layouts
 from polylane.script.loading.loaded_batch import LoadedRows, TapeInput
@@ -155,8 +155,7 @@ class Tape:
             losses = [results[root.step][root.position] for root in self.roots]
             return LossWithOutputs(losses[0] if len(losses) == 1 else sum(losses[1:], losses[0]), outputs)
         # Nothing is differentiated; a mean over the samples serves as the loss that a program has.
-        values = next((output for output in outputs if output.is_floating_point()), None)
-        return LossWithOutputs(outputs[0].to(torch.float32).mean() if values is None else values.mean(), outputs)
+        return LossWithOutputs(stand_in_loss(outputs), outputs)
 
     def joined_with(self, tape: Tape, number: int) -> Tape:
         """Return both tapes as one, whose loss is the sum of both, and whose inputs are those of this one first."""

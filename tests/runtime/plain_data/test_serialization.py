@@ -87,6 +87,12 @@ def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]):
     assert torch.equal(again["b"][0], other)
 
 
+def test_a_single_element_may_have_any_stride():
+    row = torch.arange(12.0).reshape(3, 4)[1:2, 2]
+    assert row.is_contiguous() and row.stride() == (4,)
+    assert torch.equal(decode(encode(row)), row)
+
+
 def test_parameters_arrive_as_plain_tensors():
     found = decode(encode(torch.nn.Parameter(torch.ones(2))))
     assert type(found) is torch.Tensor

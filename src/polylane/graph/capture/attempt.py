@@ -32,6 +32,7 @@ from polylane.graph.capture.python.drawn_functions import ObservedResults, funct
 from polylane.graph.capture.python.python_operators import FunctionCall, forget_sites
 from polylane.graph.capture.reassigned_buffers import copy_what_is_read
 from polylane.graph.capture.recomputed_norms import buffers_written_again, repeat_moves
+from polylane.graph.capture.repeated_operators import merge_repeated
 from polylane.graph.capture.self_check import Difference
 from polylane.graph.nodes.user_lines import NotCaptured, format_line
 from polylane.graph.operators.functionalize import functionalize_writes, relax_views
@@ -233,7 +234,10 @@ def attempt_capture(
     rewrite.merge_tied(graph, model_with_loss.tied)
     copy_what_is_read(graph)
     memory_groups = functionalize_writes(graph)
-    relax_views(graph, {node for group in memory_groups for node in group})
+    shared = {node for group in memory_groups for node in group}
+    relax_views(graph, shared)
+    if model_with_loss.asked is not None:
+        merge_repeated(graph, shared)
     if expand_gradients(graph, constants, memory_groups):
         compute_sizes_locally(graph, part, symbols, () if opened is None else opened.sizes.nominal)
     repeat_moves(graph, model_with_loss, leaves)

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from polylane.graph.batch import cast_leaves, flatten, sample_count
 from polylane.graph.capture import inline as rewrite
+from polylane.graph.capture.asked_outputs import AskedOutputs
 from polylane.graph.capture.assign_keys import key_random_operators
 from polylane.graph.capture.attempt import CaptureAttempt, capture_with_leaves
 from polylane.graph.capture.carried_leaves import find_carried_leaves
@@ -45,6 +46,7 @@ def capture(
     asks: bool = False,
     draws: StepDraws | None = None,
     check_device: torch.device | None = None,
+    outputs: AskedOutputs | None = None,
 ) -> Graph:
     """Capture ``loss(model, batch)`` as one flat graph that holds for any number of samples.
 
@@ -61,12 +63,13 @@ def capture(
         asks: whether it is known that the loss asks about values of its batch (see readings/batch_readings.py).
         draws: numbers of the step for which it is captured, where they decide which way it goes; None: for no one.
         check_device: device on which the captured code is held against the model, if both run there; None: the model's.
+        outputs: what is asked for beside the loss, in the same pass; None: nothing.
 
     Raises:
         NotOpened: the sizes of ``opening`` cannot be left open.
         PolylaneError: the loss itself fails, or does not return a loss.
     """
-    model_with_loss, leaves, abstract = _combine(model, loss, batch, draws)
+    model_with_loss, leaves, abstract = _combine(model, loss, batch, draws, outputs)
     model_with_loss.check_device = check_device
     literals = LiteralRecorder()
     with _in_mode(model_with_loss, training):
@@ -111,7 +114,7 @@ def refuse_failing_loss(model: nn.Module, loss: Loss, batch: Any) -> None:
 
 
 def _combine(
-    model: nn.Module, loss: Loss, batch: Any, draws: StepDraws | None = None
+    model: nn.Module, loss: Loss, batch: Any, draws: StepDraws | None = None, outputs: AskedOutputs | None = None
 ) -> tuple[ModelWithLoss, list[Any], bool]:
     """Return model and loss as one module, the batch's flat leaves, and whether all of it is on the meta device."""
     leaves, rebuild = flatten(batch)
@@ -122,7 +125,7 @@ def _combine(
         start_autograd_engine()
     if abstract:
         leaves = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return ModelWithLoss(model, loss, rebuild, draws), leaves, abstract
+    return ModelWithLoss(model, loss, rebuild, draws, outputs), leaves, abstract
 
 
 @contextmanager
@@ -175,6 +178,7 @@ def _finish_graph(
         outputs=tuple(str(node.meta["name"]) for node in results if node.op == "call_function"),
         checkpoints=find_checkpoints(graph),
         is_undivided=dry.is_undivided,
+        output_form=dry.output_form,
     )
 
 

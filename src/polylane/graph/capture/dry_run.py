@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from polylane.errors import PolylaneError, read_text
 from polylane.graph.batch import batch_structure, clone_leaves, is_sampled, sample_count, sampled_leaves
+from polylane.graph.capture.asked_outputs import BadOutputs
 from polylane.graph.capture.export import BadLoss, ModelWithLoss, model_restored, snapshot_tensors, why_data_needed
 from polylane.graph.capture.leaves import NormalizationWatch, source_line_of
 from polylane.graph.nodes.user_lines import NotCaptured, format_line, reason_of
@@ -36,6 +37,7 @@ class DryRun:
         effects: what the run did besides computing.
         takes_gradients: whether the run differentiated something itself (a gradient penalty, forces of an energy).
         is_undivided: whether the batch is one sample that is never divided.
+        output_form: what the outputs are that are asked for beside the loss; None where there are none.
     """
 
     results: tuple[Tensor, ...]
@@ -45,6 +47,7 @@ class DryRun:
     effects: SideEffects = field(default_factory=SideEffects)
     takes_gradients: bool = False
     is_undivided: bool = False
+    output_form: Any = None
 
 
 def dry_run(
@@ -76,7 +79,7 @@ def dry_run(
         with torch.enable_grad(), NormalizationWatch() as normalizing, watch_backward() as backward_calls:
             results, effects = find_side_effects(
                 model_with_loss.model,
-                model_with_loss.given_loss,
+                model_with_loss.functions,
                 run,
                 tensors,
                 None if abstract else lambda: run(_repeat_first(leaves)),
@@ -98,6 +101,7 @@ def dry_run(
             effects,
             bool(backward_calls),
             model_with_loss.is_undivided,
+            model_with_loss.output_form,
         )
 
 
@@ -165,27 +169,27 @@ def _errors_told(
     """Context manager: turn an exception of the user's model or loss into one sentence with their line."""
     try:
         yield
-    except BadLoss as error:
-        raise BadLoss(f"{error}{format_line(source_line_of(model_with_loss.loss_function))}") from None
+    except (BadLoss, BadOutputs) as error:
+        raise type(error)(f"{error}{format_line(source_line_of(model_with_loss.loss_function))}") from None
     except PolylaneError:  # is one sentence already
         raise
     except Exception as error:
         fault = NotCaptured.of(model_with_loss.model, error)
         if abstract and any(words in read_text(error) for words in _TWO_DEVICES):
             raise PolylaneError(
-                f"{fault.path or 'loss(model, batch)'} joins tensors of two devices{format_line(fault.line)}, and "
+                f"{fault.path or model_with_loss.call} joins tensors of two devices{format_line(fault.line)}, and "
                 "predictions are made on one without data: make each on the device of what it meets, as .to(x.device) "
                 "does"
             ) from error
         if abstract and (unknown := why_data_needed(error)):
             raise PolylaneError(
-                f"{fault.path or 'loss(model, batch)'} depends on {unknown}{format_line(fault.line)}, and "
+                f"{fault.path or model_with_loss.call} depends on {unknown}{format_line(fault.line)}, and "
                 "predictions are made without data: keep the sizes, as torch.where or a product with the mask "
                 "does, or leave plan and simulate out and give train a plan of your own"
             ) from error
         scope = f"{'on the meta device ' if abstract else ''}on {batch_name}{f' in {fault.path}' if fault.path else ''}"
         raise PolylaneError(
-            f"loss(model, batch) fails {scope}: {reason_of(error)}{format_line(fault.line)}"
+            f"{model_with_loss.call} fails {scope}: {reason_of(error)}{format_line(fault.line)}"
             f"{describe_failing_batch(model_with_loss, leaves)}"
         ) from error
 

@@ -7,7 +7,6 @@ import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +17,7 @@ from torch.fx.experimental import _config
 
 from polylane.errors import PolylaneError, read_text
 from polylane.graph.batch import Rebuild, is_sampled, sample_count
+from polylane.graph.capture.asked_outputs import AskedOutputs, BadOutputs, LossWithOutputs, stand_in_loss
 from polylane.graph.capture.gradients.calls import gradient_calls_kept
 from polylane.graph.capture.known_values import KnownValues
 from polylane.graph.capture.python.asked_numbers import AskedNumbers
@@ -47,30 +47,35 @@ _SYMBOLIC: Any = _config
 Loss = Callable[[nn.Module, Any], Any]
 
 
-@dataclass(frozen=True)
-class LossWithOutputs:
-    """A loss, and what else of its computation is asked for.
+class ModelWithLoss(nn.Module):
+    """Model and loss as one module over flat leaves, so that any structure of batch and output can be captured.
+
+    Args:
+        model: the user's model.
+        loss: the user's loss; not called where ``asked`` has none.
+        rebuild: makes a batch of flat leaves.
+        draws: numbers of the step for which it is captured; None: of no step.
+        asked: what is asked for beside the loss; None: nothing.
 
     Attributes:
-        loss: what a loss returns, a scalar mean or a ``polylane.Mean``.
-        outputs: further values of the computation, through which no gradient flows.
-        is_undivided: whether the batch is one sample, whose parts are not known.
+        output_form: what the outputs of the last run are that were asked for; None before, and where there are none.
     """
 
-    loss: Any
-    outputs: Sequence[Tensor]
-    is_undivided: bool = False
-
-
-class ModelWithLoss(nn.Module):
-    """Model and loss as one module over flat leaves, so that any structure of batch and output can be captured."""
-
-    def __init__(self, model: nn.Module, loss: Loss, rebuild: Rebuild, draws: StepDraws | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        rebuild: Rebuild,
+        draws: StepDraws | None = None,
+        asked: AskedOutputs | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         if isinstance(loss, nn.Module):
             self.loss = loss  # its buffers (class weights, say) are captured too
-        self.given_loss = loss
+        self.given_loss, self.asked = loss, asked
+        self.output_form: Any = None
+        self.call = "loss(model, batch)"  # what is under way, for messages
         self.rebuild = rebuild
         self.tracing = CaptureRun(draws=draws)
         self.mean, self.is_undivided = True, False
@@ -86,7 +91,7 @@ class ModelWithLoss(nn.Module):
         absent = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
         eagerly = AbsentValues() if absent else self.tracing.drawn_alike()
         with compiler_off(), self._exporting(leaves) if exporting else eagerly:
-            result = self.given_loss(self.model, self.rebuild(inputs))
+            result = self._compute(self.rebuild(inputs))
         outputs: tuple[Tensor, ...] = ()
         if isinstance(result, LossWithOutputs):
             self.is_undivided = result.is_undivided
@@ -107,6 +112,16 @@ class ModelWithLoss(nn.Module):
         _refuse_complex(result, "loss(model, batch) must return")
         return (result, *outputs)
 
+    def _compute(self, batch: Any) -> Any:
+        """Return what the loss returns for a batch, with the outputs that are asked for beside it."""
+        self.call = "loss(model, batch)"
+        loss = self.given_loss(self.model, batch) if self.asked is None or self.asked.has_loss else None
+        if self.asked is None:
+            return loss
+        self.call = self.asked.call
+        outputs, self.output_form = self.asked.compute(self.model, batch)
+        return LossWithOutputs(stand_in_loss(outputs) if loss is None else loss, outputs)
+
     @contextmanager
     def _exporting(self, leaves: Sequence[Any]) -> Iterator[None]:
         """Context manager: what export leaves undone, while it has its own tensors in place of the parameters."""
@@ -123,8 +138,15 @@ class ModelWithLoss(nn.Module):
 
     @property
     def loss_function(self) -> Any:
-        """The function that the user gave as the loss."""
+        """The function of the user's that is under way: the loss, or what asks for outputs."""
+        if self.asked is not None and self.call == self.asked.call:
+            return self.asked.function
         return self.given_loss.forward if isinstance(self.given_loss, nn.Module) else self.given_loss
+
+    @property
+    def functions(self) -> tuple[Any, ...]:
+        """What a run calls of the user's beside the model: the loss, and what asks for outputs."""
+        return (self.given_loss,) if self.asked is None else (self.given_loss, self.asked.function)
 
     @property
     def tied(self) -> dict[str, str]:
@@ -216,7 +238,7 @@ def export(
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
-    except BadLoss:  # the user's to mend, and no matter of export
+    except (BadLoss, BadOutputs):  # the user's to mend, and no matter of export
         raise
     except Exception as error:
         raise NotCaptured.of(module.model, error) from error
@@ -334,7 +356,7 @@ def python_kept(model: nn.Module, *losses: Any, is_trial: bool = True) -> Iterat
 
 
 def _snapshot_python(model: nn.Module, losses: Sequence[Any]) -> Callable[[], None]:
-    losses = (*losses, model.given_loss) if isinstance(model, ModelWithLoss) else losses
+    losses = (*losses, *model.functions) if isinstance(model, ModelWithLoss) else losses
     return snapshot_names(python_names_of(model, *losses), torch_object_ids(model, *losses))
 
 

@@ -79,23 +79,23 @@ class _WatchedRun:
 
     Attributes:
         model: the user's model, which the loss calls.
-        loss: the user's loss, a function or a module.
+        losses: the user's loss, a function or a module; and further functions that a run calls.
         paths: path of every module of the model, by the module's id.
         torch_ids: ids of modules, parameters and buffers.
     """
 
     model: nn.Module
-    loss: Any
+    losses: Sequence[Any]
     paths: dict[int, str] = field(init=False)
     torch_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.paths = {id(module): path for path, module in self.model.named_modules()}
-        self.torch_ids = torch_object_ids(self.model, self.loss)
+        self.torch_ids = torch_object_ids(self.model, *self.losses)
 
     def digests(self) -> dict[tuple[int, str], tuple[PythonName, Any]]:
         digests = StateDigests(self.torch_ids)
-        return {name.key: (name, digests.of(name.get())) for name in python_names_of(self.model, self.loss)}
+        return {name.key: (name, digests.of(name.get())) for name in python_names_of(self.model, *self.losses)}
 
 
 def python_names_of(model: nn.Module, *losses: Any) -> list[PythonName]:
@@ -118,7 +118,7 @@ def torch_object_ids(model: nn.Module, *losses: Any) -> frozenset[int]:
 
 def find_side_effects(
     model: nn.Module,
-    loss: Any,
+    losses: Sequence[Any],
     run: Callable[[], Any],
     restore: Callable[[], None],
     run_other: Callable[[], Any] | None = None,
@@ -129,12 +129,12 @@ def find_side_effects(
 
     Args:
         model: the user's model, which the loss calls.
-        loss: the user's loss, a function or a module.
+        losses: the user's loss, a function or a module; and further functions that a run calls.
         run: performs one forward pass of the loss.
         restore: restores parameters, buffers and random states of GPUs.
         run_other: performs one on another batch of the same form, which may fail; None: there is none.
     """
-    scene = _WatchedRun(model, loss)
+    scene = _WatchedRun(model, losses)
     old_table, random, watch = scene.digests(), generator_states(), RunWatch(scene.paths, model)
     environment = dict(os.environ)
     with watch.profiling():

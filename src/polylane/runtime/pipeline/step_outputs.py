@@ -39,6 +39,7 @@ class StepOutputs:
 
     Attributes:
         device: device of the whole values.
+        form: what the outputs are, as the function says that asks for them; None: nobody says.
     """
 
     def __init__(
@@ -55,9 +56,42 @@ class StepOutputs:
         self._parts: list[tuple[SampleSlice, dict[int, Tensor]]] = [
             (state.sample_slices[i], dict(enumerate(outputs))) for i, outputs in state.outputs.items()
         ]
-        self._samples = state.tables.samples
+        self._samples, self.form = state.tables.samples, graph.output_form
         results: Any = graph.code.fx.output_node().args[0]
         self._nodes = results[graph.loss_parts :]
+
+    @property
+    def parts(self) -> list[tuple[SampleSlice, dict[int, Tensor]]]:
+        """This worker's outputs by number, with the samples of the batch that they are of."""
+        return self._parts
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one worker computes the loss of the whole batch at once."""
+        return self._is_whole
+
+    def layout(self, index: int) -> BatchLayout:
+        """Return how the parts of a batch make up an output, as far as it is proven."""
+        name, derivation = str(self._nodes[index].meta.get("name")), self._derive()
+        if name in derivation.shards:
+            return BatchLayout.SHARDED_BY_SAMPLE
+        return derivation.batch_layouts.get(name, BatchLayout.UNKNOWN)
+
+    def find_sample_cut(self, index: int) -> SampleCut | None:
+        """Return where an output has the elements of each sample; None: it has none, or it is not known where."""
+        shard = self._derive().shards.get(str(self._nodes[index].meta.get("name")))
+        return None if shard is None else SampleCut.of_shard(shard)
+
+    def gather_parts(self, indices: Sequence[int]) -> list[tuple[SampleSlice, list[Tensor]]]:
+        """Return outputs of all parts of the batch, in the order of its samples, on every worker's CPU; collective.
+
+        Args:
+            indices: numbers of the outputs.
+        """
+        rows = [(part.first, part.samples, [outputs[i].cpu() for i in indices]) for part, outputs in self._parts]
+        gathered = self._transport.all_gather_object(rows) if self._transport.size > 1 else [rows]
+        ordered = sorted((row for worker_rows in gathered for row in worker_rows), key=lambda row: int(row[0]))
+        return [(SampleSlice(samples, first, self._samples), values) for first, samples, values in ordered]
 
     def gather(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the whole value of an output, the same on every worker; collective.
@@ -102,8 +136,7 @@ class StepOutputs:
 
     def _find_cut(self, index: int, shape: Sequence[int]) -> SampleCut | None:
         """Return along which dimension an output has its samples; None: it has none, or not in equal runs."""
-        shard = self._derive().shards.get(str(self._nodes[index].meta.get("name")))
-        cut = None if shard is None else SampleCut.of_shard(shard)
+        cut = self.find_sample_cut(index)
         return cut if cut is not None and shape[cut.dim] == cut.runs * self._samples * cut.width else None
 
     def select(self, index: int | None) -> StepOutputs:
@@ -142,6 +175,15 @@ class SampleCut:
         """View a value of that many samples with dimension ``dim`` as (runs, samples, width)."""
         view: Tensor = value.unflatten(self.dim, (self.runs, samples, self.width))
         return view
+
+    def take(self, value: Tensor, samples: int, first: int, count: int) -> Tensor:
+        """Return ``count`` samples of a value of ``samples`` samples, from the ``first`` on."""
+        return self.by_sample(value, samples).narrow(self.dim + 1, first, count).flatten(self.dim, self.dim + 2)
+
+    def join(self, values: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
+        """Return the value of all samples from values of some samples each, in order."""
+        views = [self.by_sample(value, count) for value, count in zip(values, samples, strict=True)]
+        return torch.cat(views, self.dim + 1).flatten(self.dim, self.dim + 2)
 
 
 @dataclass(frozen=True)

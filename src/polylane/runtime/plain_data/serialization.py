@@ -184,6 +184,8 @@ def _to_plain(value: Any, tail: list[bytes]) -> Any:
 
 def _tensor_to_plain(value: Tensor, tail: list[bytes]) -> list[Any]:
     flat = value.detach().to("cpu").contiguous().reshape(-1)
+    if flat.numel() == 1:  # contiguous for torch whatever its stride, but not to be viewed as bytes
+        flat = flat.as_strided((1,), (1,))
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     tail += [data, bytes(-len(data) % _ALIGN)]
     return ["x", str(value.dtype), *value.shape]
