@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
-from polylane.graph.capture.asked_outputs import LossWithOutputs
+from polylane.graph.capture.output_request import LossWithOutputs
 from polylane.recipe import Mean
 from polylane.runtime.stale_weights import allow_own_calls
 from polylane.runtime.workers.team import WorkerContext, fork_workers

@@ -22,8 +22,8 @@ from polylane.compile.training_problem import TrainingProblem
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import PolylaneError
 from polylane.faults import told_as_fault
-from polylane.graph.capture.asked_outputs import Function
 from polylane.graph.capture.export import Loss
+from polylane.graph.capture.output_request import Function
 from polylane.plan.options import OPTIONS
 from polylane.plan.plan import AnyPlan
 from polylane.plan.recompute import without_budgets
@@ -59,10 +59,7 @@ def parallelize(
     hang_after: float | None = None,
     audit: AuditMode = "auto",
 ) -> Job:
-    """Distribute the training of a model over the workers that torchrun started.
-
-    Every worker calls this function with the same arguments. A single process is refused a plan for several workers,
-    unless ``alone`` is True.
+    """Distribute the training of a model over the workers that torchrun started; each makes this same call.
 
     Args:
         model: an ordinary ``nn.Module``. If the weights of workers differ, those of rank 0 are used.
@@ -76,13 +73,10 @@ def parallelize(
             fastest on all workers. "auto" supports one loss, and workers on one host.
         scheduler: function that builds a learning-rate scheduler from the optimizer. It is stepped after every step;
             leave it out to step a scheduler yourself.
-        metrics: ``metrics(model, batch)``, which returns a dict of what :meth:`polylane.Job.evaluate_dataset` reports
-            besides the loss: a :class:`polylane.Mean`, a tensor with a value for each sample, or a metric object of
-            torchmetrics with what it is updated with, ``(metric, predictions, targets)``. It is computed in the same
-            forward pass as the (first) loss.
+        metrics: ``metrics(model, batch)``, a dict of what :meth:`polylane.Job.evaluate_dataset` returns, by name.
         batch_size: number of samples in a training batch. Default: that of the example.
         clip_norm: maximum 2-norm of the gradients of all parameters of the optimizer. Default: no clipping.
-        seed: seed of the order of samples and of all random numbers of the model.
+        seed: seed of the order of samples and of the model's random numbers.
         init: for a model on the meta device: ``init(module)`` initializes the tensors that the module itself owns.
             Default: its ``reset_parameters()``. The weights equal those of ``torch.manual_seed(seed);
             model.to_empty(device=...); model.apply(init)``; a worker materializes its own part of them only.

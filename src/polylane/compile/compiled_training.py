@@ -23,9 +23,9 @@ from polylane.compile.sample_shares import compute_shares
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.batch import count_parts, flatten, sampled_leaves
-from polylane.graph.capture.asked_outputs import AskedOutputs
 from polylane.graph.capture.export import Loss
 from polylane.graph.capture.open_dimensions import Opening
+from polylane.graph.capture.output_request import OutputRequest
 from polylane.graph.graph import Graph
 from polylane.graph.parameter_pieces import find_parameter_pieces
 from polylane.graph.partition import Partition, align_partition
@@ -156,7 +156,7 @@ class CompiledTraining:
         opening: Opening | None = None,
         draws: StepDraws | None = None,
         check_device: torch.device | None = None,
-        outputs: AskedOutputs | None = None,
+        outputs: OutputRequest | None = None,
     ) -> Partition:
         """Capture an objective in another mode or for another form of batch, and cut the graph where its first one is.
 

@@ -21,8 +21,8 @@ from polylane.compile.optimizer_sequence import (
 )
 from polylane.compile.unusable_modules import refuse_unusable_settings
 from polylane.errors import PolylaneError
-from polylane.graph.capture.asked_outputs import AskedOutputs, Function
 from polylane.graph.capture.export import Loss
+from polylane.graph.capture.output_request import Function, OutputRequest
 from polylane.graph.capture.python.log_statements import LossLog
 from polylane.graph.python_state.compiler import without_compiler
 
@@ -66,9 +66,9 @@ class Objective:
             object.__setattr__(self, "optimizer", JoinedFactory(self.optimizer))
 
     @property
-    def outputs(self) -> AskedOutputs | None:
+    def outputs(self) -> OutputRequest | None:
         """What an evaluation computes beside the loss; None: nothing."""
-        return None if self.metrics is None else AskedOutputs("metrics", self.metrics)
+        return None if self.metrics is None else OutputRequest("metrics", self.metrics)
 
     @property
     def given_loss(self) -> Loss:

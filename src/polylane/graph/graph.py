@@ -96,7 +96,7 @@ class Graph:
             node.
         checkpoints: for each of the user's calls of torch.utils.checkpoint, the names of the nodes inside of it.
         is_undivided: whether a batch is one sample that is never divided, as where a script's samples are not known.
-        output_form: what the further outputs are, see :mod:`polylane.graph.capture.asked_outputs`; None: nobody says.
+        output_form: what the further outputs are, see :mod:`polylane.graph.capture.output_request`; None: nobody says.
     """
 
     nodes: tuple[Node, ...]

@@ -31,8 +31,8 @@ from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch, BatchForm
 from polylane.graph.batch import CarriedLeaves, clone_leaves
-from polylane.graph.capture.asked_outputs import AskedOutputs
 from polylane.graph.capture.open_dimensions import NotOpened, Opening
+from polylane.graph.capture.output_request import OutputRequest
 from polylane.graph.readings.asked_draws import StepDraws
 from polylane.graph.readings.batch_readings import answer_alike, are_answered, ask_batches, refuse_part
 from polylane.program.program import Program
@@ -113,7 +113,7 @@ class CompileCache:
         training: bool = True,
         replica_local: bool = False,
         draws: StepDraws | None = None,
-        asked: AskedOutputs | None = None,
+        request: OutputRequest | None = None,
     ) -> BoundProgram:
         """Return the programs for a batch, bound to this worker: looked up by the batch's form and size, or compiled.
 
@@ -126,12 +126,12 @@ class CompileCache:
             training: whether in training mode; else in evaluation mode, forward only.
             replica_local: whether replicas take this step without summing gradients with each other.
             draws: numbers of the step, which may decide which way the loss goes; None: no one asks for them.
-            asked: what is asked for beside the loss; None: an evaluation's metrics, if the objective has any.
+            request: what is asked for beside the loss; None: an evaluation's metrics, if the objective has any.
 
         Raises:
             PolylaneError: the plan cannot run this form of batch, or the settings that the user changed.
         """
-        self._draws, purpose = draws, Purpose(objective, training, asked)
+        self._draws, purpose = draws, Purpose(objective, training, request)
         if purpose not in self._versions:
             self._versions[purpose] = SettingsVersions(self._training, purpose, None)
         # Settings first: they are read from the model as it is now, and may evict graphs of old versions.

@@ -43,7 +43,7 @@ class CacheKey(NamedTuple):
     """The guards of a compiled graph: what it was compiled for.
 
     Attributes:
-        purpose: what it computes.
+        purpose: what the graph computes, in which mode.
         structure: how the batch is nested, see :func:`polylane.graph.batch.batch_structure`.
         signature: dtypes and sizes of the batch's leaves, see :func:`polylane.graph.batch.batch_signature`.
         settings: version number of the user's settings that the graph was captured with; 0 is the version at the start.
@@ -148,7 +148,7 @@ class ProgramBinder:
                 if opening is not None:
                     opening = replace(opening, others=tuple(to_device(leaves, device) for leaves in opening.others))
             partition = prepared.recapture(
-                purpose.objective, batch, purpose.training, kind, opening, draws, own_device, purpose.asked
+                purpose.objective, batch, purpose.training, kind, opening, draws, own_device, purpose.request
             )
         if opening is not None and not prepared.batch_is_sharded and max(self._plan.data, self._plan.microbatches) > 1:
             check_open_sizes(partition.graph, self._plan.per_sample, opening.others)

@@ -28,7 +28,7 @@ from polylane.compile.optimizer_sequence import as_given
 from polylane.compile.sample_shares import Batch
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count
-from polylane.graph.capture.asked_outputs import AskedOutputs
+from polylane.graph.capture.output_request import OutputRequest
 from polylane.observe.timeline import Span
 from polylane.runtime.connections.byte_counters import AGREEMENT, OPERATORS, STAGES, STATISTICS
 from polylane.runtime.data import loader as data
@@ -103,7 +103,7 @@ class ServingRole:
     def complete_metrics(self, metrics: None) -> dict[str, float]:
         return self._receive_result(CollectiveCall.EVALUATE, {})
 
-    def predict(self, batch: Any, name: str, asked: AskedOutputs) -> list[Any]:
+    def predict(self, batch: Any, name: str, request: OutputRequest) -> list[Any]:
         return []
 
     def whole_gradients(self, name: str) -> dict[str, Tensor | None]:

@@ -20,7 +20,7 @@ from polylane.compile.optimizer_sequence import as_given
 from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_shares
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import ActionFailed
-from polylane.graph.capture.asked_outputs import AskedOutputs
+from polylane.graph.capture.output_request import OutputRequest
 from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.readings.asked_draws import StepDraws
 from polylane.graph.sparse_gradients import densify
@@ -238,8 +238,8 @@ class TrainingRole:
         return self._evaluator.complete(metrics)
 
     @allow_own_calls()
-    def predict(self, batch: Any, name: str, asked: AskedOutputs) -> list[Any]:
-        return self._evaluator.predict(batch, name, asked)
+    def predict(self, batch: Any, name: str, request: OutputRequest) -> list[Any]:
+        return self._evaluator.predict(batch, name, request)
 
     # ---- data and weights --------------------------------------------------------------------------------------------
 

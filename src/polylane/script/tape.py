@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from polylane.errors import PolylaneError
 from polylane.graph.argument_trees import flatten_tree
-from polylane.graph.capture.asked_outputs import LossWithOutputs, stand_in_loss
+from polylane.graph.capture.output_request import LossWithOutputs, stand_in_loss
 from polylane.script.deferred import Spec, flatten_arguments, unflatten_arguments
 from polylane.script.loading.input_layout import BatchDim, TapeLayout, propose_layouts
 from polylane.script.loading.loaded_batch import LoadedRows, TapeInput

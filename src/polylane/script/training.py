@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import CallsDiffer, PolylaneError
-from polylane.graph.capture.asked_outputs import LossWithOutputs
 from polylane.graph.capture.export import snapshot_model
+from polylane.graph.capture.output_request import LossWithOutputs
 from polylane.graph.python_state.random_generators import generator_states, generators_kept, states_equal
 from polylane.graph.readings.batch_readings import ask_batches
 from polylane.graph.rounding_noise import nudge_values

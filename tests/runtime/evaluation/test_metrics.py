@@ -25,7 +25,7 @@ from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
-from polylane.graph.capture.asked_outputs import BadOutputs
+from polylane.graph.capture.output_request import BadOutputs
 from polylane.recipe import Mean
 from polylane.runtime.job import Job
 from polylane.runtime.workers.team import WorkerContext, fork_workers

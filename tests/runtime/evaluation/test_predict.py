@@ -1,4 +1,4 @@
-"""Predictions come for every sample once, in the data's order, and are those of one device, under every kind of plan."""
+"""Predictions come for every sample once, in the data's order, and are those of one device, under every plan."""
 
 from __future__ import annotations
 

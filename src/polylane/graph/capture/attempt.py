@@ -236,7 +236,7 @@ def attempt_capture(
     memory_groups = functionalize_writes(graph)
     shared = {node for group in memory_groups for node in group}
     relax_views(graph, shared)
-    if model_with_loss.asked is not None:
+    if model_with_loss.request is not None:
         merge_repeated(graph, shared)
     if expand_gradients(graph, constants, memory_groups):
         compute_sizes_locally(graph, part, symbols, () if opened is None else opened.sizes.nominal)

@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 
 from polylane.graph.batch import cast_leaves, flatten, sample_count
 from polylane.graph.capture import inline as rewrite
-from polylane.graph.capture.asked_outputs import AskedOutputs
 from polylane.graph.capture.assign_keys import key_random_operators
 from polylane.graph.capture.attempt import CaptureAttempt, capture_with_leaves
 from polylane.graph.capture.carried_leaves import find_carried_leaves
@@ -21,6 +20,7 @@ from polylane.graph.capture.dry_run import DryRun, dry_run, run_forward
 from polylane.graph.capture.export import Loss, ModelWithLoss, model_restored
 from polylane.graph.capture.open_capture import capture_opened
 from polylane.graph.capture.open_dimensions import Opening
+from polylane.graph.capture.output_request import OutputRequest
 from polylane.graph.capture.python.checkpoints import find_checkpoints
 from polylane.graph.capture.self_check import resize_batch
 from polylane.graph.flops import DTYPE_NAMES
@@ -46,7 +46,7 @@ def capture(
     asks: bool = False,
     draws: StepDraws | None = None,
     check_device: torch.device | None = None,
-    outputs: AskedOutputs | None = None,
+    outputs: OutputRequest | None = None,
 ) -> Graph:
     """Capture ``loss(model, batch)`` as one flat graph that holds for any number of samples.
 
@@ -70,8 +70,7 @@ def capture(
         PolylaneError: the loss itself fails, or does not return a loss.
     """
     model_with_loss, leaves, abstract = _combine(model, loss, batch, draws, outputs)
-    model_with_loss.check_device = check_device
-    literals = LiteralRecorder()
+    model_with_loss.check_device, literals = check_device, LiteralRecorder()
     with _in_mode(model_with_loss, training):
         if in_float64:  # the user's code runs in its own precision; the graph is promoted afterwards
             leaves = cast_leaves(leaves, torch.float32)
@@ -85,9 +84,8 @@ def capture(
             if opening is None:
                 draft = capture_with_leaves(model_with_loss, leaves, dry, abstract)
             else:
-                draft = capture_opened(
-                    model_with_loss, leaves, dry, abstract, _in_float32(opening) if in_float64 else opening
-                )
+                opening = _in_float32(opening) if in_float64 else opening
+                draft = capture_opened(model_with_loss, leaves, dry, abstract, opening)
         # Names before rewriting: keys and plans refer to the names of the operators that the user wrote.
         rewrite.drop_dead_nodes(draft.graph)
         label_nodes(draft.graph)
@@ -114,7 +112,7 @@ def refuse_failing_loss(model: nn.Module, loss: Loss, batch: Any) -> None:
 
 
 def _combine(
-    model: nn.Module, loss: Loss, batch: Any, draws: StepDraws | None = None, outputs: AskedOutputs | None = None
+    model: nn.Module, loss: Loss, batch: Any, draws: StepDraws | None = None, outputs: OutputRequest | None = None
 ) -> tuple[ModelWithLoss, list[Any], bool]:
     """Return model and loss as one module, the batch's flat leaves, and whether all of it is on the meta device."""
     leaves, rebuild = flatten(batch)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from polylane.errors import PolylaneError, read_text
 from polylane.graph.batch import batch_structure, clone_leaves, is_sampled, sample_count, sampled_leaves
-from polylane.graph.capture.asked_outputs import BadOutputs
 from polylane.graph.capture.export import BadLoss, ModelWithLoss, model_restored, snapshot_tensors, why_data_needed
 from polylane.graph.capture.leaves import NormalizationWatch, source_line_of
+from polylane.graph.capture.output_request import BadOutputs
 from polylane.graph.nodes.user_lines import NotCaptured, format_line, reason_of
 from polylane.graph.python_state.module_paths import is_inside
 from polylane.graph.python_state.own_objects import is_project_file

@@ -17,9 +17,9 @@ from torch.fx.experimental import _config
 
 from polylane.errors import PolylaneError, read_text
 from polylane.graph.batch import Rebuild, is_sampled, sample_count
-from polylane.graph.capture.asked_outputs import AskedOutputs, BadOutputs, LossWithOutputs, stand_in_loss
 from polylane.graph.capture.gradients.calls import gradient_calls_kept
 from polylane.graph.capture.known_values import KnownValues
+from polylane.graph.capture.output_request import BadOutputs, LossWithOutputs, OutputRequest, stand_in_loss
 from polylane.graph.capture.python.asked_numbers import AskedNumbers
 from polylane.graph.capture.python.checkpoints import checkpoints_inlined
 from polylane.graph.capture.python.export_repairs import UsersFrames, exports_repaired
@@ -51,11 +51,11 @@ class ModelWithLoss(nn.Module):
     """Model and loss as one module over flat leaves, so that any structure of batch and output can be captured.
 
     Args:
-        model: the user's model.
-        loss: the user's loss; not called where ``asked`` has none.
+        model: the user's model, which the loss calls.
+        loss: the user's loss; not called where ``request`` has none.
         rebuild: makes a batch of flat leaves.
         draws: numbers of the step for which it is captured; None: of no step.
-        asked: what is asked for beside the loss; None: nothing.
+        request: what is asked for beside the loss; None: nothing.
 
     Attributes:
         output_form: what the outputs of the last run are that were asked for; None before, and where there are none.
@@ -67,13 +67,13 @@ class ModelWithLoss(nn.Module):
         loss: Loss,
         rebuild: Rebuild,
         draws: StepDraws | None = None,
-        asked: AskedOutputs | None = None,
+        request: OutputRequest | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         if isinstance(loss, nn.Module):
             self.loss = loss  # its buffers (class weights, say) are captured too
-        self.given_loss, self.asked = loss, asked
+        self.given_loss, self.request = loss, request
         self.output_form: Any = None
         self.call = "loss(model, batch)"  # what is under way, for messages
         self.rebuild = rebuild
@@ -115,11 +115,11 @@ class ModelWithLoss(nn.Module):
     def _compute(self, batch: Any) -> Any:
         """Return what the loss returns for a batch, with the outputs that are asked for beside it."""
         self.call = "loss(model, batch)"
-        loss = self.given_loss(self.model, batch) if self.asked is None or self.asked.has_loss else None
-        if self.asked is None:
+        loss = self.given_loss(self.model, batch) if self.request is None or self.request.has_loss else None
+        if self.request is None:
             return loss
-        self.call = self.asked.call
-        outputs, self.output_form = self.asked.compute(self.model, batch)
+        self.call = self.request.call
+        outputs, self.output_form = self.request.compute(self.model, batch)
         return LossWithOutputs(stand_in_loss(outputs) if loss is None else loss, outputs)
 
     @contextmanager
@@ -139,14 +139,14 @@ class ModelWithLoss(nn.Module):
     @property
     def loss_function(self) -> Any:
         """The function of the user's that is under way: the loss, or what asks for outputs."""
-        if self.asked is not None and self.call == self.asked.call:
-            return self.asked.function
+        if self.request is not None and self.call == self.request.call:
+            return self.request.function
         return self.given_loss.forward if isinstance(self.given_loss, nn.Module) else self.given_loss
 
     @property
     def functions(self) -> tuple[Any, ...]:
         """What a run calls of the user's beside the model: the loss, and what asks for outputs."""
-        return (self.given_loss,) if self.asked is None else (self.given_loss, self.asked.function)
+        return (self.given_loss,) if self.request is None else (self.given_loss, self.request.function)
 
     @property
     def tied(self) -> dict[str, str]:

@@ -28,14 +28,14 @@ def merge_repeated(graph: fx.Graph, shared: Collection[fx.Node]) -> None:
         graph: captured code, changed in place.
         shared: nodes that share memory which some node writes: these stay as they are.
     """
-    first_nodes = dict[Any, fx.Node]()
+    originals = dict[Any, fx.Node]()
     for node in list(graph.nodes):
         if node.op != "call_function" or node in shared or not _is_repeatable(node):
             continue
         key = node.target, _freeze(node.args), _freeze(node.kwargs)
-        first = first_nodes.setdefault(key, node)
-        if first is not node:
-            node.replace_all_uses_with(first)
+        original = originals.setdefault(key, node)
+        if original is not node:
+            node.replace_all_uses_with(original)
             graph.erase_node(node)
 
 

@@ -16,7 +16,7 @@ import torch
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
 from polylane.diagnosis.page_layout import Phase
-from polylane.graph.capture.asked_outputs import AskedOutputs
+from polylane.graph.capture.output_request import OutputRequest
 from polylane.graph.graph import Graph
 from polylane.runtime.compile_cache import CompileCache
 from polylane.runtime.data.batch_checks import BatchChecks
@@ -50,7 +50,7 @@ class Evaluator:
     """Runs forward passes of this worker; its methods are collective.
 
     Attributes:
-        prepared: the compiled training.
+        prepared: the training that is evaluated, compiled.
         world: this worker among those that train.
         local_model: this worker's part of the model.
         cache: compiled programs by the form of the batch.
@@ -96,15 +96,15 @@ class Evaluator:
             metrics.settle(outputs, numbers[len(digests.numbers) :])
         return float(total), float(count)
 
-    def predict(self, batch: Any, name: str, asked: AskedOutputs) -> list[Any]:
+    def predict(self, batch: Any, name: str, request: OutputRequest) -> list[Any]:
         """Return what a function of (model, batch) returns for every sample of a batch, in order, on every worker.
 
         Args:
             batch: a whole batch, or this worker's samples of it.
             name: name of an objective, on whose stages the model is.
-            asked: the function.
+            request: the function of (model, batch).
         """
-        state, bound, digests = self.compute(batch, name, asked)
+        state, bound, digests = self.compute(batch, name, request)
         vector = torch.tensor(digests.numbers, dtype=torch.float64, device=self.world.device)
         numbers = self.transport.all_reduce(vector, range(self.world.size)).wait().tolist()
         self.checks.compare(numbers, "prediction", digests.was_read)
@@ -117,7 +117,7 @@ class Evaluator:
         return values
 
     def compute(
-        self, batch: Any, name: str, asked: AskedOutputs | None = None
+        self, batch: Any, name: str, request: OutputRequest | None = None
     ) -> tuple[StepState, BoundProgram, ReadDigests]:
         """Run a forward pass; return also digests of what this worker has read, to be compared."""
         self.pause()
@@ -125,7 +125,7 @@ class Evaluator:
         if local_batch.is_collated:
             self.checks.refuse_unequal_sizes(local_batch)
         with self.world.progress.during(Phase.COMPILING):
-            bound = self.cache.compiled_for(name, local_batch, training=False, asked=asked)
+            bound = self.cache.compiled_for(name, local_batch, training=False, request=request)
         self.local_model.buffers.receive_updates(bound.buffers)
         with (
             self.world.progress.during(Phase.EVALUATING),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from polylane.compile.sample_shares import Batch
 from polylane.errors import PolylaneError
-from polylane.graph.capture.asked_outputs import AskedOutputs
+from polylane.graph.capture.output_request import OutputRequest
 from polylane.runtime.data import loader as data
 from polylane.runtime.progress.script_calls import collective
 from polylane.runtime.workers.world import World
@@ -121,13 +121,13 @@ class JobEvaluations:
         Raises:
             PolylaneError: it is not known which elements of a tensor belong to which sample.
         """
-        asked, name = AskedOutputs("predict", function or call_model), self._resolve_objective(None)
+        request, name = OutputRequest("predict", function or call_model), self._resolve_objective(None)
         for batch in self.batches(dataset, batch_size, shuffle=False, collate=collate, workers=workers):
-            yield from self._predict_next(batch, name, asked)
+            yield from self._predict_next(batch, name, request)
 
     @collective("job.predict")
-    def _predict_next(self, batch: Any, name: str, asked: AskedOutputs) -> list[Any]:
-        rows: list[Any] = self._role.predict(batch, name, asked)
+    def _predict_next(self, batch: Any, name: str, request: OutputRequest) -> list[Any]:
+        rows: list[Any] = self._role.predict(batch, name, request)
         return rows
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polylane.errors import PolylaneError
-from polylane.graph.capture.asked_outputs import MetricForm
+from polylane.graph.capture.output_request import MetricForm
 from polylane.runtime.evaluation.object_states import ObjectStates
 from polylane.runtime.pipeline.step_outputs import StepOutputs
 from polylane.runtime.transport.protocol import Transport

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from polylane.errors import PolylaneError, describe_error
-from polylane.graph.capture.asked_outputs import MetricForm
+from polylane.graph.capture.output_request import MetricForm
 from polylane.runtime.pipeline.step_outputs import SampleCut, StepOutputs
 from polylane.runtime.transport.protocol import Transport
 from polylane.samples.batch_layout import BatchLayout
@@ -41,12 +41,12 @@ class Contribution:
 
     Attributes:
         batch: number of the batch in the dataset.
-        first: position of the part's first sample in the batch.
+        position: place of the part's first sample in the batch.
         state: the states after one update, from the default ones.
     """
 
     batch: int
-    first: int
+    position: int
     state: State
 
 
@@ -170,9 +170,9 @@ class ObjectStates:
     ) -> bool:
         """Return whether two halves of a part, or a single sample twice, give what the whole of it does."""
 
-        def take(first: int, count: int) -> list[Tensor]:
+        def take(start: int, count: int) -> list[Tensor]:
             return [
-                value if cut is None else cut.take(value, samples, first, count)
+                value if cut is None else cut.take(value, samples, start, count)
                 for value, cut in zip(arguments, cuts, strict=True)
             ]
 
@@ -215,12 +215,12 @@ class ObjectStates:
         rows = {n: value for n, value in contribution.state.items() if self._reductions[n] == "cat"}
         self._state = self._reduce([self._state, numbers]) if self._state else numbers
         if rows:
-            self._rows.append(Contribution(contribution.batch, contribution.first, rows))
+            self._rows.append(Contribution(contribution.batch, contribution.position, rows))
 
     def _join_states(self) -> int:
         """Give the metric the states of all workers; return the first rank that has updated it; collective."""
         numbers = {name: value.cpu() for name, value in self._state.items()}
-        rows = [(row.batch, row.first, {n: v.cpu() for n, v in row.state.items()}) for row in self._rows]
+        rows = [(row.batch, row.position, {n: v.cpu() for n, v in row.state.items()}) for row in self._rows]
         reports = self._transport.all_gather_object((self._has_updated, numbers, rows))
         ordered = sorted((row for report in reports for row in report[2]), key=lambda row: (row[0], row[1]))
         states = [*(report[1] for report in reports if report[1]), *(row[2] for row in ordered)]
@@ -302,12 +302,12 @@ def _gather_arguments(form: MetricForm, outputs: StepOutputs) -> list[Tensor]:
     return arguments
 
 
-def _are_close(first: State, second: State) -> bool:
+def _are_close(state: State, other_state: State) -> bool:
     """Return whether two states are equal but for the rounding of sums in another order."""
-    if first.keys() != second.keys():
+    if state.keys() != other_state.keys():
         return False
-    for name, value in first.items():
-        expected = second[name]
+    for name, value in state.items():
+        expected = other_state[name]
         if value.shape != expected.shape or value.dtype != expected.dtype:
             return False
         tolerance = _TOLERANCES.get(value.dtype, 1e-2) if value.is_floating_point() or value.is_complex() else 0.0

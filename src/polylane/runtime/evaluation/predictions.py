@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polylane.errors import PolylaneError
-from polylane.graph.capture.asked_outputs import PredictionForm
+from polylane.graph.capture.output_request import PredictionForm
 from polylane.runtime.pipeline.step_outputs import SampleCut, StepOutputs
 
 

@@ -91,7 +91,7 @@ class StepOutputs:
         rows = [(part.first, part.samples, [outputs[i].cpu() for i in indices]) for part, outputs in self._parts]
         gathered = self._transport.all_gather_object(rows) if self._transport.size > 1 else [rows]
         ordered = sorted((row for worker_rows in gathered for row in worker_rows), key=lambda row: int(row[0]))
-        return [(SampleSlice(samples, first, self._samples), values) for first, samples, values in ordered]
+        return [(SampleSlice(samples, start, self._samples), values) for start, samples, values in ordered]
 
     def gather(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the whole value of an output, the same on every worker; collective.
@@ -176,9 +176,9 @@ class SampleCut:
         view: Tensor = value.unflatten(self.dim, (self.runs, samples, self.width))
         return view
 
-    def take(self, value: Tensor, samples: int, first: int, count: int) -> Tensor:
-        """Return ``count`` samples of a value of ``samples`` samples, from the ``first`` on."""
-        return self.by_sample(value, samples).narrow(self.dim + 1, first, count).flatten(self.dim, self.dim + 2)
+    def take(self, value: Tensor, samples: int, start: int, count: int) -> Tensor:
+        """Return ``count`` samples of a value of ``samples`` samples, from number ``start`` on."""
+        return self.by_sample(value, samples).narrow(self.dim + 1, start, count).flatten(self.dim, self.dim + 2)
 
     def join(self, values: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
         """Return the value of all samples from values of some samples each, in order."""

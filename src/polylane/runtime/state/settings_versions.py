@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.errors import PolylaneError
-from polylane.graph.capture.asked_outputs import AskedOutputs
+from polylane.graph.capture.output_request import OutputRequest
 from polylane.graph.partition import Partition
 from polylane.graph.python_state.captured_settings import CapturedSettings
 from polylane.graph.python_state.side_effects import SideEffects
@@ -30,12 +30,12 @@ class Purpose:
     Attributes:
         objective: name of the loss.
         training: whether in training mode; else in evaluation mode, forward only.
-        asked: what is asked for beside the loss; None: an evaluation's metrics, if the objective has any.
+        request: what is asked for beside the loss; None: an evaluation's metrics, if the objective has any.
     """
 
     objective: str
     training: bool
-    asked: AskedOutputs | None = None
+    request: OutputRequest | None = None
 
 
 @dataclass
@@ -64,8 +64,8 @@ class SettingsVersions:
 
     def __init__(self, training: CompiledTraining, purpose: Purpose, ahead: Partition | None) -> None:
         self._training, self._purpose = training, purpose
-        asked = purpose.asked or (None if purpose.training else training.objectives[purpose.objective].outputs)
-        self._losses = [*training.losses, *([] if asked is None else [asked.function])]
+        request = purpose.request or (None if purpose.training else training.objectives[purpose.objective].outputs)
+        self._losses = [*training.losses, *([] if request is None else [request.function])]
         self._known: list[_Version] = []  # most recently used first
         self._next = 0
         self._first = None if ahead is None else self.add(0, ahead)

@@ -44,7 +44,7 @@ class MetricForm:
     """What one metric's outputs are.
 
     Attributes:
-        name: the metric's name.
+        name: the name under which the metric is reported.
         kind: "mean": a total and a count; "values": a tensor whose elements' mean is the metric; "scalar": the mean of
             a batch; "object": arguments of an ``update``.
         positions: numbers of the outputs, in order.
@@ -73,7 +73,7 @@ class PredictionForm:
     """How the tensors of predictions are nested.
 
     Attributes:
-        spec: the nesting.
+        spec: the nesting, as torch's pytrees describe it.
         positions: numbers of the outputs, in order.
     """
 
@@ -82,12 +82,12 @@ class PredictionForm:
 
 
 @dataclass(frozen=True)
-class AskedOutputs:
+class OutputRequest:
     """A user's function of (model, batch) whose results are outputs of a graph.
 
     Attributes:
-        kind: "metrics" or "predict".
-        function: the function.
+        kind: "metrics" beside a loss, or "predict" without one.
+        function: the user's function of (model, batch).
     """
 
     kind: Literal["metrics", "predict"]
@@ -107,7 +107,7 @@ class AskedOutputs:
         """Return what the function asks for, as flat tensors, and their form.
 
         Args:
-            model: the user's model.
+            model: the user's model, in evaluation mode.
             batch: a batch in the form of the user's data.
 
         Raises:
