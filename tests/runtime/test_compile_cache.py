@@ -32,6 +32,7 @@ from polylane.runtime.compile_cache import FORMS_KEPT, CompileCache
 from polylane.runtime.data.batch_forms import MANY_FORMS
 from polylane.runtime.job import Job
 from polylane.runtime.program_binder import CacheKey
+from polylane.runtime.state.settings_versions import Purpose
 from tests.support.workers.compiling import compile_training
 from tests.support.workers.training import batch_of, classify, mlp, sgd, workers
 
@@ -137,9 +138,7 @@ class Counting:
         self.graph, self.captured, self.bound = graph, list[int](), list[tuple[int, bool]]()
         self.tried = list[Opening]()
 
-    def capture(
-        self, objective: str, training: bool, batch: Any, which: str, opening: Any, draws: Any
-    ) -> CompiledGraph:
+    def capture(self, purpose: Purpose, batch: Any, which: str, opening: Any, draws: Any) -> CompiledGraph:
         if opening is not None:
             self.tried.append(opening)
             raise NotOpened("its sizes are fixed")
