@@ -80,6 +80,10 @@ class PredictionForm:
     spec: Any
     positions: tuple[int, ...]
 
+    def nest(self, tensors: Sequence[Tensor]) -> Any:
+        """Return predictions with these tensors, nested as the function's result."""
+        return pytree.tree_unflatten(list(tensors), self.spec)
+
 
 @dataclass(frozen=True)
 class OutputRequest:

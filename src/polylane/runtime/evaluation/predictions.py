@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from polylane.errors import PolylaneError
 from polylane.graph.capture.output_request import PredictionForm
@@ -27,7 +26,7 @@ def gather_predictions(outputs: StepOutputs) -> list[Any]:
     results = list[Any]()
     for part, values in outputs.gather_parts(form.positions):
         rows = [_list_rows(value, cut, part.samples, outputs.is_whole) for value, cut in zip(values, cuts, strict=True)]
-        results += [pytree.tree_unflatten(list(sample), form.spec) for sample in zip(*rows, strict=True)]
+        results += [form.nest(sample) for sample in zip(*rows, strict=True)]
     return results
 
 
