@@ -60,6 +60,11 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
 
+def metrics(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    images, labels = batch
+    return {"accuracy": model(images).argmax(dim=1) == labels}
+
+
 def optimizer(parameters, lr: float = 0.01, momentum: float = 0.9, weight_decay: float = 1e-4):
     return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay)
 

@@ -32,9 +32,10 @@ SIGNATURES: Mapping[str, str] = {
     "scheduler": "scheduler(optimizer) -> LRScheduler",
     "collate": "collate(samples) -> batch",
     "init": "init(module) -> None",
+    "metrics": "metrics(model, batch) -> dict",
 }
 REQUIRED = ("model", "loss", "optimizer", "data")
-ARGUMENTS = {"model": 0, "loss": 2, "optimizer": 1, "data": 1, "scheduler": 1, "collate": 1, "init": 1}
+ARGUMENTS = {"model": 0, "loss": 2, "optimizer": 1, "data": 1, "scheduler": 1, "collate": 1, "init": 1, "metrics": 2}
 
 
 class RecipeError(PolylaneError):
@@ -43,7 +44,7 @@ class RecipeError(PolylaneError):
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    """A loss that is a mean over parts that may be unequal: tokens, pixels, valid labels.
+    """A loss, or a metric, that is a mean over parts that may be unequal: tokens, pixels, valid labels.
 
     The mean of unequal parts is not the mean of their means; the sum of ``total`` over the sum of ``count`` is.
 
@@ -80,6 +81,7 @@ class Recipe:
         scheduler: optimizer to a learning-rate scheduler, if the recipe has one.
         collate: a list of samples to a batch; torch's default where the recipe has none.
         init: for a model that is built on the meta device: fills the tensors that a module itself owns.
+        metrics: (model, batch) to a dict of what is reported of the test data besides the loss, if the recipe has it.
     """
 
     model: Callable[[], nn.Module]
@@ -92,6 +94,7 @@ class Recipe:
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     collate: Callable[[list[Any]], Any] | None = None
     init: Callable[[nn.Module], None] | None = None
+    metrics: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None
 
 
 def load(path_or_module: str | os.PathLike[str], settings: Mapping[str, str] | None = None) -> Recipe:

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import IO, Any
 
 from rich.console import Console
@@ -160,7 +161,14 @@ def _format_headline(message: dict[str, Any]) -> str:
     )
 
 
+def describe_test(loss: float | None, metrics: Mapping[str, float]) -> str:
+    """Return the loss and the metrics of a test, as the continuation of a line; empty where nothing was tested."""
+    if loss is None:
+        return ""
+    return "".join(f", {name} {value:.4f}" for name, value in {"test loss": loss, **metrics}.items())
+
+
 def _epoch_line(message: dict[str, Any], epochs: int | None) -> str:
-    test = "" if message["test_loss"] is None else f", test loss {message['test_loss']:.4f}"
+    test = describe_test(message["test_loss"], message.get("metrics", {}))
     head = f"{_number_of_total('epoch', message['epoch'], epochs)}: mean loss {message['train_loss']:.4f}{test}"
     return f"{head}, {format_seconds(message['seconds'])}"

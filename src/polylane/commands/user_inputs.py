@@ -253,7 +253,7 @@ def problem_of(recipe: Recipe, model: nn.Module, example: Any, batch: int) -> Tr
     from polylane.compile.objectives import Objective
     from polylane.compile.training_problem import TrainingProblem
 
-    objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
+    objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler, metrics=recipe.metrics)
     return TrainingProblem(model, {"loss": objective}, example, batch, recipe.init)
 
 

@@ -90,7 +90,7 @@ def _prove(request: VerifyRequest, plan: AnyPlan) -> Verdict:
     model = inputs.build_model(recipe, seed)
     inputs.rehearse_optimizer(recipe, model)
     batches = inputs.whole_batches(recipe, request.batch, request.steps, seed)
-    objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
+    objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler, metrics=recipe.metrics)
     setting = f"on one worker and on {plan.processes} ({_plan_line(plan)})"
     note = f"{request.recipe}: {format_plural(request.steps, 'step')} in float64, {setting}"
     # With --json stdout is for the JSON object alone.
@@ -120,6 +120,8 @@ def _show(verdict: Verdict) -> None:
     for step, (reference, plan) in enumerate(verdict.losses, start=1):
         print(f"loss of step {step}: {reference:.12g} {'in one process' if verdict.rule else 'on one worker'}, "
               f"{plan:.12g} by the plan")  # fmt: skip
+    for metric in verdict.metrics:
+        print_line(f"metric {metric.name}: {metric.reference:.12g} in a plain loop, {metric.plan:.12g} by the plan")
     print_line(f"the reference: {verdict.reference}")
     if verdict.undetermined:
         print_line(_undetermined(verdict.undetermined))
@@ -158,6 +160,7 @@ def _number(error: float) -> str:
 def _find_worst(verdict: Verdict) -> str:
     """Return where the worst error is, as a part of a sentence; the table has no row for losses."""
     named = next((deviation.name for deviation in verdict.deviations if deviation.worst == verdict.worst), None)
+    named = named or next((metric.name for metric in verdict.metrics if metric.error == verdict.worst), None)
     if verdict.worst == 0 or (named is None and verdict.loss_error != verdict.worst):
         return ""
     return f" in {'a loss' if named is None else named}"
@@ -179,14 +182,17 @@ def _sentence(verdict: Verdict) -> str:
     if verdict.split and not verdict.rule:
         reference += f" that takes the same {verdict.microbatches} microbatches"
     if verdict.passed:
+        compared = "gradient, weight, buffer and metric" if verdict.metrics else "gradient, weight and buffer"
         return (
-            f"Equal: {plan} and {reference} agree in every loss, gradient, weight and buffer; worst relative error "
+            f"Equal: {plan} and {reference} agree in every loss, {compared}; worst relative error "
             f"{_number(verdict.worst)}{_find_worst(verdict)}, {verdict.tolerance:.0e} is allowed"
             f"{_describe_whole_batches(verdict)}."
         )
     reasons = []
     if not verdict.worst <= verdict.tolerance:
         reasons.append(f"worst relative error {_number(verdict.worst)}, {verdict.tolerance:.0e} is allowed")
+    if wrong := [metric.name for metric in verdict.metrics if not metric.error <= verdict.tolerance]:
+        reasons.append(f"metrics that differ: {', '.join(wrong)}")
     if not verdict.replicas_equal:
         reasons.append("workers that hold the same weight hold different bits of it")
     if verdict.culprit is not None:

@@ -48,7 +48,7 @@ def run(request: VerifyRequest, plan: AnyPlan) -> bool:
     dataset = inputs.open_data(recipe, "train")
     reopen = functools.partial(inputs.open_data, recipe, "train")
     data = TrainingData(example, dataset, request.batch, request.steps, reopen, recipe.collate)
-    objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
+    objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler, metrics=recipe.metrics)
     note = f"{request.recipe}: {format_plural(request.steps, 'step')} in float64, without a break and from a checkpoint"
     for line in (note, *note_idle_rules(plan.sync, request.steps)):
         print(line, file=sys.stderr if request.json else sys.stdout, flush=True)

@@ -231,7 +231,7 @@ class TrainingRole:
         return self._evaluator.evaluate(batch, name, metrics)
 
     def begin_metrics(self) -> MetricStates:
-        return MetricStates(self._transport, self.world.device)
+        return MetricStates(self._transport, self.world.device, self._prepared.in_float64)
 
     @allow_own_calls()
     def complete_metrics(self, metrics: MetricStates) -> dict[str, float]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from polylane.verify.metrics.metrics_proof import ComparedMetric
 from polylane.verify.record import ReferenceRun
 
 
@@ -76,6 +77,7 @@ class Verdict:
         microbatches: of a step, which the reference takes as well where anything depends on them.
         split: what depends on the microbatches, as a clause; "" where the numbers are those of whole batches.
         whole_loss: where something does, the loss of the first step on its whole batch; None where it is not known.
+        metrics: each of the recipe's metrics on both sides, over all batches and a last one of few samples.
     """
 
     passed: bool
@@ -96,6 +98,7 @@ class Verdict:
     microbatches: int = 1
     split: str = ""
     whole_loss: float | None = None
+    metrics: tuple[ComparedMetric, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict as plain data, for JSON."""

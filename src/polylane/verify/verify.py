@@ -44,6 +44,7 @@ from polylane.verify.first_difference import StepDifference, describe_later_diff
 from polylane.verify.free_run import as_pass, compare_freely, compare_runs, train_freely
 from polylane.verify.judgement import Judgement, find_wrong_steps, judge_differences
 from polylane.verify.local_sgd_reference import train_local_sgd
+from polylane.verify.metrics.metrics_proof import ComparedMetric, compare_metrics
 from polylane.verify.record import TOLERANCE, ComparedTraining, ReferenceRun
 from polylane.verify.reference import remeasure_floors, train_reference
 from polylane.verify.rounding_floor import MeasuredPass, measure_floors
@@ -146,10 +147,11 @@ def verify_compiled(
     # Every run is in forked processes: each starts from the same weights, and changes only its own copy of them.
     replayed = prepared.plan.is_asynchronous or (sync.has_servers and sync.is_replica_local)
     comparison = proof.compare_replayed() if replayed else proof.compare_stepwise()
-    unequal = _differing_bits(comparison.held)
+    unequal, metrics = _differing_bits(comparison.held), proof.compare_metrics()
+    worst = max([comparison.worst, *(metric.error for metric in metrics)])
     return Verdict(
         # Small errors are not enough: workers with the same weight must have the same bits of it, or they diverge.
-        passed=comparison.worst <= tolerance and not unequal,
+        passed=worst <= tolerance and not unequal,
         plan=prepared.plan.spec,
         workers=prepared.plan.processes,
         steps=len(batches),
@@ -158,7 +160,8 @@ def verify_compiled(
         losses=tuple(zip(comparison.reference.losses, comparison.losses, strict=True)),
         loss_error=comparison.loss_error,
         deviations=comparison.deviations,
-        worst=comparison.worst,
+        worst=worst,
+        metrics=tuple(metrics),
         replicas_equal=not unequal,
         culprit=comparison.culprit or (f"every number agrees; the bits of {unequal[0]} do not" if unequal else None),
         undetermined=comparison.undetermined,
@@ -185,6 +188,10 @@ class _Verification(ComparedTraining):
             return run()
 
         return fork_workers(alone, 1)[0]
+
+    def compare_metrics(self) -> list[ComparedMetric]:
+        """Compare the metrics that the first objective has."""
+        return compare_metrics(self, self._run_in_one_process)
 
     def compare_stepwise(self) -> Comparison:
         """Compare each step from the reference's state, which is judged, and a free run of all steps, which is not."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polylane.commands.printing import format_count, format_seconds, print_json, print_line
+from polylane.commands.progress import describe_test
 from polylane.errors import PolylaneError, format_plural
 from polylane.output import say_at_once
 
@@ -78,6 +79,7 @@ def finish_run(request: TrainRequest, folder: RunFolder, outcome: TrainingOutcom
         "loss": outcome.loss,
         "train_loss": outcome.train_loss,
         "test_loss": outcome.test_loss,
+        **({"metrics": dict(outcome.test_metrics)} if outcome.test_metrics else {}),
         "samples_per_second": outcome.samples_per_second,
         "utilization": outcome.timeline.utilization(),
         **({} if outcome.staleness is None else {"staleness": outcome.staleness}),
@@ -95,7 +97,7 @@ def finish_run(request: TrainRequest, folder: RunFolder, outcome: TrainingOutcom
 
 
 def _print_outcome(request: TrainRequest, folder: RunFolder, outcome: TrainingOutcome, names: Sequence[str]) -> None:
-    test = "" if outcome.test_loss is None else f", test loss {outcome.test_loss:.4f}"
+    test = describe_test(outcome.test_loss, outcome.test_metrics)
     print(
         f"{format_plural(outcome.steps, 'step')} in {format_seconds(outcome.seconds)}: final loss "
         f"{outcome.loss:.4f}{test}"

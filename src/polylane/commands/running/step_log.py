@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -53,6 +53,7 @@ class TrainingOutcome:
         traffic: bytes that every worker sent in a step, see :meth:`polylane.Job.traffic`.
         servers: number of dedicated parameter servers, which are the last workers.
         audit: what audits of its steps have found; None where they were off.
+        test_metrics: the recipe's metrics over the test data at the end, by name.
     """
 
     plan: str
@@ -76,6 +77,31 @@ class TrainingOutcome:
     checkpoint: str = ""
     stall_seconds: float = 0.0
     audit: AuditReport | None = None
+    test_metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TestResult:
+    """What a test has found.
+
+    Attributes:
+        loss: mean over the test data; None before the first test.
+        metrics: the recipe's metrics over the test data, by name.
+        seconds: duration of the test.
+    """
+
+    __test__ = False  # pytest takes classes of this name for its own
+
+    loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the message of an epoch says of it."""
+        if self.loss is None:
+            return {"test_loss": None}
+        metrics = {"metrics": dict(self.metrics)} if self.metrics else {}
+        return {"test_loss": self.loss, **metrics, "evaluation_seconds": self.seconds}
 
 
 @serializable

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from polylane.commands.requests import TrainRequest
 from polylane.commands.running.recipe_training import RecipeTraining
 from polylane.commands.running.resume import NothingLeft, check_same_run, describe_run, refuse_if_done
 from polylane.commands.running.start_message import begin_message
-from polylane.commands.running.step_log import StepLog, Tell, TrainingOutcome, last_steps
+from polylane.commands.running.step_log import StepLog, Tell, TestResult, TrainingOutcome, last_steps
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
 from polylane.diagnosis.page_layout import Phase
@@ -67,7 +67,7 @@ def train(
     control = _open_control(job, training, log, stop, tell)
     # To find the first operator, the detector runs a pass again; a run that goes on must not do that.
     job.anomalies = AnomalyDetector() if stops else None
-    all_know, test_loss, start, progress = _all_know_losses(job, control), None, job.position, job.world.progress
+    all_know, test, start, progress = _all_know_losses(job, control), TestResult(), job.position, job.world.progress
     numbers = itertools.count(start.epoch + 1) if epochs is None else range(start.epoch + 1, epochs + 1)
     progress.enter(Phase.TRAINING)
     for epoch in numbers:
@@ -87,14 +87,14 @@ def train(
             break
         if training.test is not None:
             tell({"kind": "testing", "epoch": epoch})
-            test_loss = _test_loss(job, training, control)
+            test = _evaluate_test(job, training, control)
             if control is not None and control.is_over:  # the run that goes on tests again, from the first batch
                 break
-        tell({"kind": "epoch", "epoch": epoch, "step": log.launched, **log.epoch_means(), "test_loss": test_loss})
+        tell({"kind": "epoch", "epoch": epoch, "step": log.launched, **log.epoch_means(), **test.to_dict()})
         if log.launched == request.steps:
             break
     _refuse_no_steps(log, request, job)
-    outcome = log.outcome(prepared.plan.spec, test_loss, stopped=stops)
+    outcome = replace(log.outcome(prepared.plan.spec, test.loss, stopped=stops), test_metrics=test.metrics)
     outcome = outcome if control is None else _save_last(control, outcome)
     outcome = _finish_outcome(job, training, prepared, log, outcome)
     progress.enter(Phase.ENDING)
@@ -296,18 +296,15 @@ def _learning_rate(job: Job) -> float | None:
     return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
 
 
-def _test_loss(job: Job, training: RecipeTraining, control: RunControl | None) -> float:
-    """Return the mean loss over all test samples, or over what a ``polylane.Mean`` counts.
+def _evaluate_test(job: Job, training: RecipeTraining, control: RunControl | None) -> TestResult:
+    """Return loss and metrics over all test samples.
 
-    Where all agree to end in the midst of it, it is that of the batches so far.
+    Where all agree to end in the midst of it, they are those of the batches so far.
     """
-    test = training.test
+    test, start = training.test, time.perf_counter()
     if isinstance(test, Iterator):
         test = inputs.open_data(training.recipe, "test")
-    total = count = 0.0
     batches = job.batches(test, training.request.batch, shuffle=False, collate=training.recipe.collate)
     with job.world.progress.during(Phase.EVALUATING):
-        for batch in batches if control is None else control.test_batches(batches):
-            sums = job.evaluate_sums(batch)
-            total, count = total + sums[0], count + sums[1]
-    return total / count if count else math.nan
+        values = job.evaluate_batches(batches if control is None else control.test_batches(batches))
+    return TestResult(values.pop("loss"), values, time.perf_counter() - start)

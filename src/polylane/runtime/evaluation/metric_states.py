@@ -30,12 +30,14 @@ class MetricStates:
     Args:
         transport: connects all workers that train.
         device: device of this worker.
+        in_float64: whether metric objects keep sums in float64 (for proofs).
     """
 
-    def __init__(self, transport: Transport, device: torch.device) -> None:
-        self._transport, self._device = transport, device
+    def __init__(self, transport: Transport, device: torch.device, in_float64: bool = False) -> None:
+        self._transport, self._device, self._in_float64 = transport, device, in_float64
         self._sums = dict[str, Tensor]()  # by name, [total, count] of this worker, in float64
         self._objects = dict[str, ObjectStates]()
+        self._names = dict[str, None]()  # of all metrics, in the order that the user gives them in
         self._checked_forms = list[Any]()  # forms of graphs whose outputs were seen to be what they should
 
     def update(self, outputs: StepOutputs) -> list[float]:
@@ -54,13 +56,14 @@ class MetricStates:
             self._checked_forms.extend(forms)
         flags = []
         for form in forms:
+            self._names.setdefault(form.name)
             if form.kind != "object":
                 sums = self._sums.setdefault(form.name, torch.zeros(2, dtype=torch.float64, device=self._device))
                 for part, values in outputs.parts:
                     sums += _sum_part(form, values, part.samples)
                 continue
             if form.name not in self._objects:
-                self._objects[form.name] = ObjectStates(form, self._transport, self._device)
+                self._objects[form.name] = ObjectStates(form, self._transport, self._device, self._in_float64)
             flags.append(float(self._objects[form.name].update(form, outputs)))
         return flags
 
@@ -82,13 +85,13 @@ class MetricStates:
             PolylaneError: on every worker, if a metric object cannot compute its value.
         """
         rows = self._transport.all_gather_object({name: sums.tolist() for name, sums in self._sums.items()})
-        names = dict.fromkeys(name for row in rows for name in row)
         values = dict[str, float]()
-        for name in names:
-            total, count = (math.fsum(row[name][i] for row in rows if name in row) for i in (0, 1))
+        for name in self._names:
+            if name in self._objects:
+                values.update(self._objects[name].compute())
+                continue
+            total, count = (math.fsum(row[name][i] for row in rows) for i in (0, 1))
             values[name] = total / count if count else math.nan
-        for states in self._objects.values():
-            values.update(states.compute())
         return values
 
 

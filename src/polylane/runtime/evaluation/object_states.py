@@ -57,11 +57,12 @@ class ObjectStates:
         form: the metric, which is copied, and its arguments.
         transport: connects all workers that train.
         device: device of this worker.
+        in_float64: whether sums are kept in float64 (for proofs).
     """
 
-    def __init__(self, form: MetricForm, transport: Transport, device: torch.device) -> None:
+    def __init__(self, form: MetricForm, transport: Transport, device: torch.device, in_float64: bool) -> None:
         self._name, self._transport, self._device = form.name, transport, device
-        self._metric = _copy_metric(form.metric, device)
+        self._metric = copy_metric(form.metric, device, in_float64)
         self._reductions = _find_reductions(self._metric)
         self._is_by_parts = self._reductions is not None
         self._state = State()  # sums, maxima and minima of this worker's contributions
@@ -128,7 +129,7 @@ class ObjectStates:
         if self._transport.rank == computing_rank:
             try:
                 with torch.no_grad():
-                    report = _list_numbers(self._name, self._metric.compute())
+                    report = list_numbers(self._name, self._metric.compute())
             except PolylaneError as error:
                 report = str(error)
             except Exception as error:  # of the metric's own code
@@ -250,9 +251,17 @@ class ObjectStates:
             self._metric.update(*form.nest(arguments))
 
 
-def _copy_metric(metric: Any, device: torch.device) -> Any:
-    """Return a metric in its first state, on a device, that does not look for other processes by itself."""
+def copy_metric(metric: Any, device: torch.device, in_float64: bool) -> Any:
+    """Return a metric in its first state, that does not look for other processes by itself.
+
+    Args:
+        metric: the user's object, which is not changed.
+        device: where the copy keeps its states.
+        in_float64: whether it keeps sums in float64, as all else in a proof, if it can (torchmetrics).
+    """
     result = copy.deepcopy(metric)
+    if in_float64 and hasattr(result, "set_dtype"):
+        result = result.set_dtype(torch.float64)
     result.reset()
     dtype = getattr(result, "_dtype", None)
     if hasattr(result, "to"):
@@ -318,14 +327,14 @@ def _are_close(state: State, other_state: State) -> bool:
     return True
 
 
-def _list_numbers(name: str, value: Any) -> dict[str, float]:
+def list_numbers(name: str, value: Any) -> dict[str, float]:
     """Return a metric's value as numbers by name: of a vector, "name.0", "name.1", ...
 
     Raises:
         PolylaneError: it is made of something else.
     """
     if isinstance(value, Mapping):
-        return {key: number for n, v in value.items() for key, number in _list_numbers(f"{name}.{n}", v).items()}
+        return {key: number for n, v in value.items() for key, number in list_numbers(f"{name}.{n}", v).items()}
     if isinstance(value, Tensor) and value.dim() and not value.is_complex():
         return {f"{name}.{i}": float(number) for i, number in enumerate(value.flatten().tolist())}
     if isinstance(value, Tensor | int | float) and not (isinstance(value, Tensor) and value.is_complex()):
