@@ -9,6 +9,7 @@ import typer
 
 from polylane.commands import requests
 from polylane.commands.learning_rates import LargeBatch, NoiseMode, RateRule
+from polylane.commands.running import option_groups
 from polylane.verify.audit import AuditMode
 
 Recipe = Annotated[
@@ -113,7 +114,7 @@ ClipNorm = Annotated[
     float | None, typer.Option("--clip-norm", metavar="X", help="Clip the gradients to this total 2-norm.")
 ]
 OnNan = Annotated[
-    requests.OnNan,
+    option_groups.OnNan,
     typer.Option(
         "--on-nan",
         help="If the loss is not finite: stop and report the first operator that was not, or warn and continue.",
@@ -136,8 +137,23 @@ Noise = Annotated[
         "allows, where the plan allows it; on: in every step.",
     ),
 ]
+Log = Annotated[
+    str,
+    typer.Option(
+        "--log",
+        metavar="NAMES",
+        help="Send the numbers of metrics.jsonl also to tensorboard, wandb or mlflow, or to a class of your own, as "
+        "module:Class; several are separated by commas.",
+    ),
+]
+LogEvery = Annotated[
+    float,
+    typer.Option(
+        "--log-every", metavar="SECONDS", min=0, help="Time between two lines of progress where stdout is no terminal."
+    ),
+]
 OnHang = Annotated[
-    requests.OnHang,
+    option_groups.OnHang,
     typer.Option(
         "--on-hang",
         help="If a worker hangs: stop and report it, restart the workers (see --max-restarts), or report it and wait.",
@@ -173,7 +189,7 @@ RequeueCode = Annotated[
     ),
 ]
 OnDiskError = Annotated[
-    requests.OnDiskError,
+    option_groups.OnDiskError,
     typer.Option(
         "--on-disk-error", help="If the run folder can no longer be written: warn once and continue, or stop."
     ),

@@ -2,56 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from polylane import cli_options as options
+from polylane.cli_groups import spread_groups
 from polylane.cli_options import Batch, ClipNorm, Json, Plan, Recipe, Seed, Set
 from polylane.commands.learning_rates import LearningRateOptions
 from polylane.commands.requests import (
     ExportRequest,
     RunRequest,
-    SavingOptions,
     TrainRequest,
-    TroubleOptions,
     WhyRequest,
     build_request,
     default_restarts,
 )
-from polylane.runtime.workers.stop_request import GRACE
+from polylane.commands.running.option_groups import SavingOptions, TroubleOptions, WatchOptions
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     # Registered here and not by decorators: the application is in cli.py, which imports this module.
     for command in (train, run, export, why):
-        app.command()(command)
+        app.command()(spread_groups(command))
 
 
 def train(
     recipe: Recipe,
+    *,
     workers: options.WorkersOrRange = None,
     plan: Plan = None,
     epochs: options.Epochs = None,
     steps: options.Steps = None,
     batch: Batch = 64,
     run: options.RunFolder = None,
-    save_every: options.SaveEvery = None,
-    keep: options.Keep = 3,
-    resume: options.Resume = None,
-    max_restarts: options.MaxRestarts = None,
+    saving: SavingOptions,
     seed: Seed = 0,
     settings: Set = None,
     clip_norm: ClipNorm = None,
     on_nan: options.OnNan = "stop",
     audit: options.Audit = "auto",
-    on_disk_error: options.OnDiskError = "warn",
-    grace: options.Grace = GRACE,
-    requeue_code: options.RequeueCode = 0,
-    on_hang: options.OnHang = "stop",
-    hang_after: options.HangAfter = None,
+    watch: WatchOptions,
+    trouble: TroubleOptions,
     drop_last: options.DropLast = False,
     optimizer: options.LargeBatchOptimizer = None,
     lr: options.LearningRate = None,
@@ -84,28 +79,26 @@ def train(
     shared: dict[str, Any] = {"recipe": recipe, "batch": batch, "settings": tuple(settings or ()), "seed": seed}
     split: dict[str, Any] = {"workers": maximum, "plan": plan, "clip_norm": clip_norm, "json": json, "audit": audit}
     length: dict[str, Any] = {"epochs": epochs, "steps": steps, "drop_last": drop_last, "run_folder": run}
-    length |= {"fewest_workers": fewest, "on_nan": on_nan}
-    rates = LearningRateOptions(batch, optimizer, lr, scale_lr, base_batch, warmup, noise)
-    saving = SavingOptions(save_every, keep, resume, default_restarts(max_restarts, workers))
-    trouble = TroubleOptions(on_hang, hang_after, on_disk_error, grace, requeue_code)
-    command.run(TrainRequest(**(shared | split | length), rates=rates, saving=saving, trouble=trouble))
+    request = TrainRequest(
+        **(shared | split | length | {"fewest_workers": fewest, "on_nan": on_nan}),
+        rates=LearningRateOptions(batch, optimizer, lr, scale_lr, base_batch, warmup, noise),
+        saving=replace(saving, max_restarts=default_restarts(saving.max_restarts, workers)),
+        trouble=trouble,
+        watch=watch,
+    )
+    command.run(request)
 
 
 def run(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Path of a Python file.", show_default=False)],
     arguments: options.ScriptArguments = None,
+    *,
     workers: options.Workers = None,
     plan: options.ScriptPlan = None,
     run: options.RunFolder = None,
-    save_every: options.SaveEvery = None,
-    keep: options.Keep = 3,
-    resume: options.Resume = None,
-    max_restarts: options.MaxRestarts = None,
-    on_disk_error: options.OnDiskError = "warn",
-    grace: options.Grace = GRACE,
-    requeue_code: options.RequeueCode = 0,
-    on_hang: options.OnHang = "stop",
-    hang_after: options.HangAfter = None,
+    saving: SavingOptions,
+    watch: WatchOptions,
+    trouble: TroubleOptions,
     audit: options.Audit = "auto",
 ) -> None:
     """Run a training script that calls polylane.prepare on N workers.
@@ -131,8 +124,9 @@ def run(
         workers=workers,
         plan=plan,
         run_folder=run,
-        saving=SavingOptions(save_every, keep, resume, max_restarts or 0),
-        trouble=TroubleOptions(on_hang, hang_after, on_disk_error, grace, requeue_code),
+        saving=saving,
+        trouble=trouble,
+        watch=watch,
         audit=audit,
     )
     command.run(request)

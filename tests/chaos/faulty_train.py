@@ -32,12 +32,12 @@ def main(arguments: Sequence[str]) -> None:
 def inject() -> None:
     """Let workers of this process train with the fault in it."""
     from polylane.commands.running import worker
-    from tests.chaos.injection import train_with_fault
+    from tests.chaos.injection import FaultyLoop
 
     path = os.environ.get(VARIABLE)
     fault = Fault.read(Path(path)) if path else None
     log = FaultLog(Path(os.environ[LOG_VARIABLE]))
-    worker.train = partial(train_with_fault, fault, log)  # type: ignore[attr-defined]
+    worker.RecipeLoop = partial(FaultyLoop, fault, log)  # type: ignore[assignment, misc]
 
 
 if __name__ == "__main__":

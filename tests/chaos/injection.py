@@ -1,7 +1,7 @@
 """Injection: how a fault gets into a worker, around the function that this trains with.
 
 Nothing of the product knows of faults. The process that starts the training, or torchrun's worker, puts
-:func:`train_with_fault` in the place of the training loop; in a worker it wraps the job's steps and its data.
+:class:`FaultyLoop` in the place of the training loop; in a worker it wraps the job's steps and its data.
 """
 
 from __future__ import annotations
@@ -28,14 +28,11 @@ from torch.utils.data import DataLoader
 from polylane.checkpoint.commit import MANIFEST
 from polylane.checkpoint.manifest import read_manifest
 from polylane.checkpoint.store import CheckpointStore
+from polylane.commands.logs.step_log import TrainingOutcome
 from polylane.commands.running.recipe_training import RecipeTraining
-from polylane.commands.running.step_log import Tell, TrainingOutcome
-from polylane.commands.running.training_loop import train
-from polylane.compile.compiled_training import CompiledTraining
+from polylane.commands.running.training_loop import RecipeLoop
 from polylane.runtime.data.loader import is_mapped
 from polylane.runtime.job import Job
-from polylane.runtime.workers.stop_request import StopRequest
-from polylane.verify.audit.audit_start import AuditStart
 from tests.chaos.control_groups import forbid_processes, freeze_process
 from tests.chaos.faults import DAMAGES, DEATHS, LIMITS, LOADS, Fault, FaultKind, FaultLog
 from tests.chaos.isolation import list_children
@@ -50,36 +47,30 @@ class InjectedError(RuntimeError):
     """The exception that a fault raises, as one of the user's code would."""
 
 
-def train_with_fault(
-    fault: Fault | None,
-    log: FaultLog,
-    job: Job,
-    training: RecipeTraining,
-    prepared: CompiledTraining,
-    tell: Tell,
-    stop: StopRequest,
-    audits: AuditStart,
-) -> TrainingOutcome:
-    """Train as the training loop does, with a fault that strikes once.
+class FaultyLoop:
+    """The training loop, with a fault that strikes once.
 
     Args:
         fault: what strikes this training; None: nothing does, and only the log is written.
         log: where this worker writes its first step, and the fault that it struck.
         job: this worker's part in the training.
         training: the recipe's model and data, with the options.
-        prepared: the training, compiled for the plan.
-        tell: receives the messages of the training.
-        stop: whether a signal asks the training to end.
-        audits: makes some steps a second time, and compares.
+        others: further arguments of the training loop.
     """
-    injector = Injector(fault, log, job, training)
-    if fault is not None and fault.kind in LOADS:
-        training = replace(training, train=_open_faulty(training.train, injector))
-    job.step = injector.wrap_step(job.step)  # type: ignore[method-assign]
-    try:
-        return train(job, training, prepared, tell, stop, audits)
-    finally:
-        injector.free_disk()
+
+    def __init__(self, fault: Fault | None, log: FaultLog, job: Job, training: RecipeTraining, *others: Any) -> None:
+        self._injector = Injector(fault, log, job, training)
+        if fault is not None and fault.kind in LOADS:
+            training = replace(training, train=_open_faulty(training.train, self._injector))
+        job.step = self._injector.wrap_step(job.step)  # type: ignore[method-assign]
+        self._job, self._training, self._others = job, training, others
+
+    def run(self) -> TrainingOutcome:
+        """Train as the training loop does."""
+        try:
+            return RecipeLoop(self._job, self._training, *self._others).run()
+        finally:
+            self._injector.free_disk()
 
 
 class Injector:

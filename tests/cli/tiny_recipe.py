@@ -108,7 +108,16 @@ def data(split, samples=22, fault=""):
         return torch.utils.data.DataLoader(rows, batch_size=4)
     return iter(rows) if fault == "iterator" else rows
 """
-FILES = {"plan.yaml", "metrics.jsonl", "timeline.json", "swimlane.html", "trace.json", "model.safetensors"}
+FILES = {
+    "plan.yaml",
+    "metrics.jsonl",
+    "goodput.json",
+    "timeline.json",
+    "timelines.json",
+    "swimlane.html",
+    "trace.json",
+    "model.safetensors",
+}
 
 
 def call(*arguments: str | Path) -> Any:
@@ -150,3 +159,7 @@ def wait_for(condition: Any, process: subprocess.Popen[str] | None = None) -> No
         assert time.monotonic() < deadline
         assert process is None or process.poll() is None, process.communicate()
         time.sleep(0.05)
+
+
+# Of a line of metrics what does not depend on time.
+NUMBERS = {"step", "epoch", "loss", "samples", "learning_rate", "train_loss", "test_loss"}

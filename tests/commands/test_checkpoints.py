@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.tiny_recipe import NUMBERS
 from tests.support.workers import forked_commands
 
 RECIPE = """
@@ -84,7 +85,7 @@ def metrics(folder: Path, name: str) -> list[dict[str, object]]:
     except FileNotFoundError:
         return []
     every = [each for line in lines if "audit" not in (each := json.loads(line))]
-    return [{k: v for k, v in each.items() if "second" not in k} for each in every]
+    return [{k: v for k, v in each.items() if k in NUMBERS} for each in every]
 
 
 def wait_for_step(folder: Path, name: str, step: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from polylane.commands.running.metrics_file import MetricsFile, find_last_step, lines_until
+from polylane.commands.logs.metrics_file import MetricsFile, find_last_step, lines_until
 
 STEPS = [json.dumps({"step": step, "loss": 0.5}) for step in (1, 2, 3)]
 NO_STEPS = ["", "{", "[]", "3", "{}", '{"step": "x"}', '{"step": null}', '{"step": Infinity}']

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.tiny_recipe import NUMBERS
 from tests.support.workers import forked_commands
 
 RECIPE = """
@@ -73,7 +74,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str, int]:
 def metrics(folder: Path, name: str) -> list[dict[str, Any]]:
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
     every = [each for line in lines if "audit" not in (each := json.loads(line))]
-    return [{k: v for k, v in each.items() if "second" not in k} for each in every]
+    return [{k: v for k, v in each.items() if k in NUMBERS} for each in every]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from polylane.commands.learning_rates import LearningRateOptions
-from polylane.commands.requests import SavingOptions, TrainRequest, TroubleOptions
+from polylane.commands.requests import TrainRequest
 from polylane.commands.running.launch import train_with_restarts
+from polylane.commands.running.option_groups import SavingOptions, TroubleOptions
 from polylane.errors import WorkerFailed, WorkerHung
 from polylane.runtime.workers.stop_request import StopRequest
 from tests.checkpoint.saved_runs import save_steps

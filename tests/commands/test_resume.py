@@ -11,7 +11,8 @@ import pytest
 
 from polylane.commands import train as command
 from polylane.commands.learning_rates import LearningRateOptions
-from polylane.commands.requests import SavingOptions, TrainRequest, TroubleOptions
+from polylane.commands.requests import TrainRequest
+from polylane.commands.running.option_groups import SavingOptions, TroubleOptions
 from polylane.commands.running.resume import (
     FOLDER,
     NothingLeft,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from polylane.commands.running.step_log import StepLog
+from polylane.commands.logs.step_log import StepLog
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.run_control import (
     DEVICE_FAILS_SECONDS,

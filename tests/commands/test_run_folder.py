@@ -380,7 +380,7 @@ def test_metrics_that_cannot_be_written_end_with_a_whole_line(tmp_path: Path) ->
         resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))
         for step in range(9):
             place.metric({"step": step, "loss": 0.5})
-        place.timeline(Timeline((), 1))
+        place.timelines(Timeline((), 1), {})
         return said
 
     (told,) = fork_workers(lambda context: write(), 1)
@@ -469,7 +469,7 @@ def test_a_folder_that_vanishes_is_noticed_at_the_next_line(tmp_path: Path) -> N
             else:
                 place.metric({"step": 2})
                 place.metric({"step": 3})
-                place.timeline(Timeline((), 1))
+                place.timelines(Timeline((), 1), {})
                 place.finish()
                 assert (tmp_path / "x/timeline.json").exists()
     assert len(said) == 1 and "metrics.jsonl cannot be written: it was removed; training continues" in said[0]
@@ -533,7 +533,7 @@ def test_a_kill_while_a_run_goes_on_loses_no_metrics(tmp_path: Path, monkeypatch
 def test_a_disk_that_fills_up(folder: Path, option: str) -> None:
     disk = folder / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(disk)], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode:
         pytest.skip("no disk can be mounted here")
     try:

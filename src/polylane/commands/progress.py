@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from polylane.commands.printing import format_seconds
+from polylane.commands.running.option_groups import LOG_SECONDS
 from polylane.errors import format_plural
 
-LINE_SECONDS = 5.0  # least time between two lines of a log
 RATE_STEPS = 20  # number of the last steps over which samples/s are averaged
 _WORDS = ("step", "loss", "rate", "left")
 
@@ -49,10 +49,15 @@ class _Pace:
 
 
 class Lines:
-    """Progress as lines for a log: the first step, one every few seconds, and one an epoch."""
+    """Progress as lines for a log: the first step, one every few seconds, and one an epoch.
 
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
+    Args:
+        stream: the lines are printed into it.
+        seconds: least time between two of them.
+    """
+
+    def __init__(self, stream: IO[str], seconds: float = LOG_SECONDS) -> None:
+        self._stream, self._seconds = stream, seconds
         self._last = -math.inf
 
     def begin(self, message: dict[str, Any]) -> None:
@@ -64,7 +69,7 @@ class Lines:
     def step(self, message: dict[str, Any]) -> None:
         """Print a step, if the last line is long enough ago."""
         words = self._pace.words(message)
-        if time.monotonic() - self._last >= LINE_SECONDS:
+        if time.monotonic() - self._last >= self._seconds:
             self._last = time.monotonic()
             self.say(
                 "  ".join(filter(None, [_number_of_total("epoch", message["epoch"], self._epochs), *words.values()]))
@@ -140,14 +145,15 @@ class Bar(Lines):
         self._progress.update(self._task, description=description, completed=completed, **words)
 
 
-def display(to_stderr: bool) -> Lines:
+def display(to_stderr: bool, seconds: float = LOG_SECONDS) -> Lines:
     """Return a bar for a terminal, lines for anything else.
 
     Args:
         to_stderr: use stderr, since stdout is for the result as JSON.
+        seconds: least time between two lines.
     """
     console = Console(stderr=to_stderr)
-    return Bar(console) if console.is_terminal else Lines(sys.stderr if to_stderr else sys.stdout)
+    return Bar(console) if console.is_terminal else Lines(sys.stderr if to_stderr else sys.stdout, seconds)
 
 
 def _number_of_total(word: str, number: int, total: int | None) -> str:

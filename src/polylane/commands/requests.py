@@ -6,11 +6,11 @@ Plain data without torch: a request is made before torch is imported, and is sen
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from polylane.runtime.workers.stop_request import GRACE
+from polylane.commands.running.option_groups import OnNan, SavingOptions, TroubleOptions, WatchOptions
 from polylane.verify.audit import AuditMode
 
 if TYPE_CHECKING:
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from polylane.plan.plan import AnyPlan
 
 Request = TypeVar("Request")
-
-OnNan = Literal["stop", "warn"]
-OnDiskError = Literal["warn", "stop"]
-OnHang = Literal["stop", "restart", "wait"]
 
 
 class WorkerRange(NamedTuple):
@@ -100,42 +96,6 @@ class WorkersRequest(RecipeRequest, PlanChoice):
     clip_norm: float | None = None
 
 
-@dataclass(frozen=True)
-class SavingOptions:
-    """The options of checkpoints.
-
-    Attributes:
-        save_every: text of the interval of checkpoints: "500" steps, "10m", or "auto"; None: none are saved.
-        keep: number of newest complete checkpoints that are kept.
-        resume: "auto" for the newest complete checkpoint of the run's folder, if any; or the path of one; None: begin.
-        max_restarts: times that workers are started again after one has died.
-    """
-
-    save_every: str | None = None
-    keep: int = 3
-    resume: str | None = None
-    max_restarts: int = 0
-
-
-@dataclass(frozen=True)
-class TroubleOptions:
-    """The options for what may happen to a run.
-
-    Attributes:
-        on_hang: reaction to a worker that does not go on: "stop" the training, "restart" it, or "wait".
-        hang_after: seconds without progress after which a worker hangs; None: from the run's own step times.
-        on_disk_error: reaction to a run folder that cannot be written to any more: "warn" and go on, or "stop".
-        grace: seconds that a stop signal leaves for a checkpoint.
-        requeue_code: exit code of a training that a signal but Ctrl-C ended early, with a checkpoint.
-    """
-
-    on_hang: OnHang = "stop"
-    hang_after: float | None = None
-    on_disk_error: OnDiskError = "warn"
-    grace: float = GRACE
-    requeue_code: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class FolderRequest(PlanChoice):
     """The options of a command whose workers train, and leave files in a run's folder.
@@ -145,14 +105,16 @@ class FolderRequest(PlanChoice):
         saving: checkpoints, and going on from one.
         trouble: reactions to hangs, disks and signals.
         audit: whether some steps are made a second time as the user wrote them, and what follows from a difference.
+        watch: who sees the numbers of the run while it trains.
         checkpoints: folder of the run's checkpoints; None until the run's folder is claimed.
         resume_from: folder of the checkpoint that was found for ``saving.resume``; None: a fresh start.
     """
 
     run_folder: Path | None = None
-    saving: SavingOptions = SavingOptions()
-    trouble: TroubleOptions = TroubleOptions()
+    saving: SavingOptions = field(default_factory=SavingOptions)
+    trouble: TroubleOptions = field(default_factory=TroubleOptions)
     audit: AuditMode = "auto"
+    watch: WatchOptions = field(default_factory=WatchOptions)
     checkpoints: Path | None = None
     resume_from: Path | None = None
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from polylane.commands import user_inputs as inputs
 from polylane.commands.progress import NoLines
-from polylane.commands.running.reporter import Reporter
+from polylane.commands.running.reporter import open_reporter
 from polylane.commands.running.resume import prepare_checkpoints
 from polylane.commands.running.run_options import complete_options, open_folder
 from polylane.commands.running.script_launch import HostScript, JoinedScript
@@ -21,9 +21,9 @@ from polylane.runtime.workers.launch_environment import Launch, is_first_of_host
 from polylane.runtime.workers.stop_request import Stopped, StopRequest
 
 if TYPE_CHECKING:
+    from polylane.commands.logs.step_log import TrainingOutcome
     from polylane.commands.requests import RunRequest
     from polylane.commands.running.run_folder import RunFolder
-    from polylane.commands.running.step_log import TrainingOutcome
 
 
 def run(request: RunRequest) -> None:
@@ -45,7 +45,7 @@ def run(request: RunRequest) -> None:
     with script.handle_signals(), folder.claimed(launch.is_first):
         if launch.is_first:
             request = prepare_checkpoints(request, folder.path, say_at_once, folder.continues)
-        with script.explain_end(), Reporter(folder, NoLines()) as reporter:
+        with script.explain_end(), open_reporter(folder, NoLines(), request, launch.is_first) as reporter:
             end = script.start(request, workers, reporter)
         if launch.is_first and end.outcome is not None:
             _finish_files(folder, end.outcome)
@@ -63,7 +63,7 @@ def run(request: RunRequest) -> None:
 
 def _finish_files(folder: RunFolder, outcome: TrainingOutcome) -> None:
     """Put the run's files in their place, and say on stderr what they are: stdout is the script's."""
-    folder.timeline(outcome.timeline)
+    folder.timelines(outcome.timeline, outcome.timelines)
     folder.finish()
     files = ", ".join(Path(file).name for file in folder.files().values())
     steps, busy = format_plural(outcome.steps, "step"), outcome.timeline.utilization()

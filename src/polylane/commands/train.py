@@ -23,7 +23,7 @@ from polylane.commands import user_inputs as inputs
 from polylane.commands.progress import display
 from polylane.commands.running.finish import finish_run, raise_if_stopped
 from polylane.commands.running.launch import HostTraining, JoinedTraining
-from polylane.commands.running.reporter import Reporter
+from polylane.commands.running.reporter import open_reporter
 from polylane.commands.running.resume import prepare_checkpoints
 from polylane.commands.running.run_folder import RunFolder
 from polylane.commands.running.run_options import complete_options, open_folder
@@ -65,7 +65,8 @@ def run(request: TrainRequest) -> None:
 
         # 3. Claim.
         with _claim_folder(request, folder, launch) as request, training.explain_end():
-            with Reporter(folder, display(request.json)) as reporter:
+            lines = display(request.json, request.watch.log_every)
+            with open_reporter(folder, lines, request, launch.is_first) as reporter:
                 # 4. Compile.
                 training.compile(request, reporter)
 

@@ -365,6 +365,11 @@ class ScriptJob(Job):
     @collective("optimizer.state_dict")
     def optimizer_state(self, optimizer: torch.optim.Optimizer, order: ParameterOrder) -> dict[str, Any]:
         """Return what an optimizer keeps for each parameter, whole and by name, on every worker; collective."""
-        role = self.worker
-        assert isinstance(role, ScriptRole)
+        role = self.role
         return gather_state("loss", optimizer, role.parts_of(order), order, self._rank, role.exchange)
+
+    @property
+    def role(self) -> ScriptRole:
+        """The role of this worker: prepared scripts have no dedicated servers."""
+        assert isinstance(self._role, ScriptRole)
+        return self._role

@@ -14,10 +14,10 @@ from polylane.errors import PolylaneError, format_plural
 from polylane.output import say_at_once
 
 if TYPE_CHECKING:
+    from polylane.commands.logs.step_log import TrainingOutcome
     from polylane.commands.requests import FolderRequest, TrainRequest
     from polylane.commands.running.resume import NothingLeft
     from polylane.commands.running.run_folder import RunFolder
-    from polylane.commands.running.step_log import TrainingOutcome
 
 
 def raise_if_stopped(folder: RunFolder, outcome: TrainingOutcome) -> None:
@@ -54,7 +54,7 @@ def finish_run(request: TrainRequest, folder: RunFolder, outcome: TrainingOutcom
     Raises:
         PolylaneError: the loss was not finite, the weights were not saved, or the last checkpoint was not.
     """
-    folder.timeline(outcome.timeline)  # also of a run that stopped: it shows where
+    folder.timelines(outcome.timeline, outcome.timelines)  # also of a run that stopped: it shows where
     raise_if_stopped(folder, outcome)
     if outcome.ended_early:
         _tell_early_end(request, folder, outcome)

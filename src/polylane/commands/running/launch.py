@@ -32,9 +32,9 @@ from polylane.runtime.workers.stop_request import LauncherSignals, Stopped, Stop
 from polylane.runtime.workers.torchrun_worker import TorchrunWorker
 
 if TYPE_CHECKING:
+    from polylane.commands.logs.step_log import TrainingOutcome
     from polylane.commands.requests import FolderRequest, TrainRequest
     from polylane.commands.running.recipe_training import RecipeTraining
-    from polylane.commands.running.step_log import TrainingOutcome
     from polylane.compile.compiled_training import CompiledTraining
     from polylane.diagnosis.report import HangReport
     from polylane.plan.plan import AnyPlan
@@ -316,7 +316,7 @@ def train_with_restarts(
             return run(request)
         except WorkerFailed as error:
             may = not isinstance(error, WorkerHung) or request.trouble.on_hang == "restart"
-            if restart > request.saving.max_restarts or stop.is_set() or not may:
+            if restart > request.saving.restarts or stop.is_set() or not may:
                 raise
             assert request.checkpoints is not None
             pause()
@@ -326,7 +326,7 @@ def train_with_restarts(
             request = replace(request, resume_from=newest or request.resume_from)
             origin = "from the beginning" if request.resume_from is None else f"from {request.resume_from}"
             fewer = take_fewer() if is_lost(error) else ""
-            words = f"restart {restart} of {request.saving.max_restarts}, {origin}{fewer and f', {fewer}'}"
+            words = f"restart {restart} of {request.saving.restarts}, {origin}{fewer and f', {fewer}'}"
             warn(f"{str(error).splitlines()[0]}; {words}")
     raise AssertionError("the restarts do not end")
 

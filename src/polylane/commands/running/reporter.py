@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from polylane.commands.logs.goodput import GoodputLedger, find_process_start
 from polylane.commands.progress import Lines
 from polylane.commands.running.run_folder import RunFolder
 from polylane.errors import PolylaneError, WorkerFailed, WorkerHung
+from polylane.loggers.libraries import open_loggers
+from polylane.loggers.logger import LoggerGroup, RunFacts
 from polylane.output import say_at_once
 
 if TYPE_CHECKING:
     from polylane.commands.requests import FolderRequest
     from polylane.diagnosis.report import HangReport
     from polylane.runtime.progress_page import ProgressMemory
+
+# Of a step's line what says where it is: loggers are told of that otherwise.
+_POSITION = frozenset({"step"})
 
 
 class Reporter:
@@ -24,18 +31,29 @@ class Reporter:
     Args:
         folder: folder of the run.
         display: what shows the progress of the steps.
+        loggers: receive the numbers of the run as well; None: there are none.
+        options: the options of the command line that were given, for the loggers.
     """
 
-    def __init__(self, folder: RunFolder, display: Lines) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        display: Lines,
+        loggers: LoggerGroup | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self._place = folder
         self._display = display
+        self._loggers, self._options = loggers or LoggerGroup({}, say_at_once), options or {}
+        self._ledger = GoodputLedger(find_process_start())
 
     def __call__(self, rank: int, message: dict[str, Any]) -> None:
         content = {key: value for key, value in message.items() if key != "kind"}
         if message["kind"] == "begin":
-            self._place.begin(message["resumed_at"], message["resumed_loss"], message["resumed_own"])
-            self._place.plan(message["plan"])
-            self._display.begin(message)
+            self._begin(message)
+        elif message["kind"] == "time":
+            self._ledger.update(**content)
+            self._place.goodput(self._ledger.to_dict())
         elif message["kind"] == "testing":
             self._display.testing(message)
         elif message["kind"] == "warning":
@@ -44,14 +62,38 @@ class Reporter:
             self._place.metric({"audit": content})
         elif message["kind"] == "step":
             self._place.metric(content)
+            self._loggers.log({n: v for n, v in content.items() if n not in _POSITION}, content["step"], "train")
             self._display.step(message)
         else:
             self._place.metric(content)
+            self._log_epoch(content)
             self._display.epoch(message)
 
+    def _begin(self, message: dict[str, Any]) -> None:
+        """Begin a run, or an attempt at it, whose workers are ready for their first step."""
+        resumed_at, plan = message["resumed_at"], message["spec"]
+        earlier = self._place.begin(resumed_at, message["resumed_loss"], message["resumed_own"])
+        self._place.plan(message["plan"])
+        self._ledger.begin(plan, message["workers"], resumed_at, earlier)
+        folder = self._place.path
+        self._loggers.begin(RunFacts(folder.name, folder, plan, message["workers"], resumed_at, self._options))
+        self._display.begin(message)
+
+    def _log_epoch(self, content: Mapping[str, Any]) -> None:
+        """Send the results of an epoch to the loggers: those of its test, and its mean loss."""
+        tested = {"loss": content["test_loss"], **content.get("metrics", {})}
+        self._loggers.log(tested, content["step"], "test")
+        self._loggers.log({"epoch_loss": content["train_loss"]}, content["step"], "train")
+
+    @property
+    def goodput(self) -> dict[str, Any]:
+        """Where the time of the run went so far, see :meth:`.GoodputLedger.to_dict`."""
+        return self._ledger.to_dict()
+
     def pause(self) -> None:
-        """Take the progress off the screen: workers are forked again, and a bar has a thread."""
+        """Take the progress off the screen: workers are forked again, and a bar has a thread, as loggers have."""
         self._display.close()
+        self._loggers.end()
 
     def keep_report(self, report: HangReport) -> None:
         """Keep a report of a hang or a failure in the run's folder."""
@@ -63,11 +105,31 @@ class Reporter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._display.close()
+        self._loggers.end()
         if error is None:
             self._place.close()
         else:
             with suppress(PolylaneError):  # the exception that ended the run matters more
                 self._place.close()
+
+
+def open_reporter(folder: RunFolder, display: Lines, request: FolderRequest, is_first: bool) -> Reporter:
+    """Return the reporter of a run, with the loggers that its command line names.
+
+    Args:
+        folder: folder of the run.
+        display: what shows the progress of the steps.
+        request: the options of the command line.
+        is_first: whether this process receives messages: others need no loggers.
+
+    Raises:
+        PolylaneError: a logger is not known, or its library is not installed.
+    """
+    loggers = open_loggers(request.watch.log) if is_first else {}
+    values = {field.name: getattr(request, field.name) for field in fields(request)}
+    facts = {name: value for name, value in values.items() if isinstance(value, int | float | str) and value != ""}
+    settings = (text.partition("=") for text in getattr(request, "settings", ()))
+    return Reporter(folder, display, LoggerGroup(loggers, say_at_once), {**facts, **{n: v for n, _, v in settings}})
 
 
 @contextmanager

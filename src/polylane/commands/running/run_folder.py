@@ -13,13 +13,19 @@ import fcntl
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from polylane.commands.logs.metrics_file import (
+    MetricsFile,
+    belongs_to_checkpoint,
+    find_last_step,
+    lines_until,
+    read_json,
+)
 from polylane.commands.printing import dump_json
-from polylane.commands.running.metrics_file import MetricsFile, belongs_to_checkpoint, find_last_step, lines_until
 from polylane.diagnosis import report_file
 from polylane.diagnosis.report import HangReport
 from polylane.errors import PolylaneError
@@ -28,10 +34,11 @@ from polylane.observe.timeline import Timeline
 
 MODEL = "model.safetensors"
 METRICS = "metrics.jsonl"
+GOODPUT = "goodput.json"
 WHY = "why.json"
 
 # All files of a run, in the order in which they are renamed: the weights first, since they are worth the most.
-NAMES = (MODEL, "plan.yaml", METRICS, "timeline.json", "trace.json", "swimlane.html")
+NAMES = (MODEL, "plan.yaml", METRICS, GOODPUT, "timeline.json", "timelines.json", "trace.json", "swimlane.html")
 ALL_NAMES = (*NAMES, WHY)  # with that of a run that did not end well
 
 UNFINISHED = "unfinished"  # name of the folder in which a run writes while an earlier run's files are there
@@ -172,7 +179,9 @@ class RunFolder:
         except OSError:  # a file system without locks
             pass
 
-    def begin(self, resumed_at: int | None = None, loss: float = math.nan, is_own: bool = True) -> None:
+    def begin(
+        self, resumed_at: int | None = None, loss: float = math.nan, is_own: bool = True
+    ) -> dict[str, Any] | None:
         """Begin the training: delete what a run that did not end well has left, and open the metrics.
 
         A restart goes on where nothing can be written, as the attempt before it did: its metrics stay as they are.
@@ -182,14 +191,20 @@ class RunFolder:
                 another run's; None: a fresh start.
             loss: of that step in the checkpoint; not finite where it has none.
             is_own: whether the checkpoint is one of this folder's.
+
+        Returns:
+            Where the time of the run went before, see :mod:`.goodput`; None where this is its first attempt.
         """
         self.close()
+        goodput: dict[str, Any] | None = None
         with self._starting("the metrics from here on are lost"):
             self._at.mkdir(exist_ok=True)
             earlier = self.metrics if self.metrics.exists() else self.path / METRICS
             kept_metrics = ""
             if resumed_at is not None and belongs_to_checkpoint(earlier, resumed_at, loss, is_own):
                 kept_metrics = lines_until(earlier, resumed_at)
+            if kept_metrics or self.continues:
+                goodput = read_json(earlier.with_name(GOODPUT))
             if resumed_at is not None:  # before anything is deleted: whenever this process ends, these lines are there
                 _replace_text(self.metrics, kept_metrics)
             if self._at != self.path and not self.continues:
@@ -198,6 +213,7 @@ class RunFolder:
                         (self._at / name).unlink(missing_ok=True)
             self._metrics = MetricsFile(self.metrics, append=self.continues or resumed_at is not None)
             self._has_begun = True
+        return goodput
 
     def plan(self, text: str) -> None:
         """Write the plan into plan.yaml."""
@@ -210,11 +226,21 @@ class RunFolder:
             with self._going_on("the metrics from here on are lost"):
                 self._metrics.append(dump_json(line))
 
-    def timeline(self, timeline: Timeline) -> None:
-        """Write the timeline of a step, as data and as pictures."""
+    def goodput(self, ledger: Mapping[str, Any]) -> None:
+        """Write where the time of the run went, in place of what was written before.
+
+        Where that fails, what was written before stays: a disk that is full is told of with the next metrics.
+        """
+        with suppress(OSError):
+            _replace_text(self._at / GOODPUT, dump_json(ledger))
+
+    def timelines(self, timeline: Timeline, kept: Mapping[str, Timeline]) -> None:
+        """Write the timeline of a typical step, as data and as pictures, and those of all steps that are kept."""
         with self._going_on("the timeline is lost"):
             self._at.mkdir(parents=True, exist_ok=True)  # it may have been removed during the training
             _replace_text(self._at / "timeline.json", dump_json(timeline.to_dict()))
+            steps = {name: step.to_dict() for name, step in kept.items()}
+            _replace_text(self._at / "timelines.json", dump_json({"steps": steps}))
             _replace_text(self._at / "trace.json", dump_json(swimlane.perfetto(timeline)))
             _replace_text(self._at / "swimlane.html", swimlane.html(timeline))
 

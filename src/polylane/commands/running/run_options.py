@@ -44,11 +44,11 @@ def complete_options(request: R, launch: Launch) -> R:
         )
     if saving.resume == "":
         raise PolylaneError("--resume '': give auto, or the path of a checkpoint")
-    if trouble.on_hang == "restart" and not saving.max_restarts:
+    if trouble.on_hang == "restart" and not saving.restarts:
         raise PolylaneError(
             "--on-hang restart needs --max-restarts N, the number of times that workers are started again"
         )
-    if saving.max_restarts and saving.save_every is None:
+    if saving.restarts and saving.save_every is None:
         saving = replace(saving, save_every="auto")
     if saving.save_every is not None:
         parse_interval(saving.save_every)

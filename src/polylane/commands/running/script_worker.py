@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from polylane.commands.logs.script_log import ScriptLog
+from polylane.commands.logs.step_log import Tell, TrainingOutcome
 from polylane.commands.requests import RunRequest
-from polylane.commands.running.script_log import ScriptLog
-from polylane.commands.running.step_log import Tell, TrainingOutcome
 from polylane.commands.running.worker import ignore
 from polylane.runtime.progress_page import ProgressMemory, ProgressWriter
 from polylane.runtime.workers.started_worker import WorkerContext

@@ -16,11 +16,13 @@ from polylane.checkpoint.commit import MANIFEST
 from polylane.checkpoint.store import name_another
 from polylane.commands import user_inputs as inputs
 from polylane.commands.learning.noise_log import NoiseLog
+from polylane.commands.logs.goodput import PhaseClock
+from polylane.commands.logs.step_columns import StepColumns, count_tokens
+from polylane.commands.logs.step_log import StepLog, Tell, TestResult, TrainingOutcome, last_steps
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.recipe_training import RecipeTraining
 from polylane.commands.running.resume import NothingLeft, check_same_run, describe_run, refuse_if_done
 from polylane.commands.running.start_message import begin_message
-from polylane.commands.running.step_log import StepLog, Tell, TestResult, TrainingOutcome, last_steps
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
 from polylane.diagnosis.page_layout import Phase
@@ -32,7 +34,9 @@ from polylane.runtime.checkpoint.run_control import RunControl, parse_interval
 from polylane.runtime.checkpoint.save import Position
 from polylane.runtime.job import Job
 from polylane.runtime.pipeline.anomalies import AnomalyDetector, NonFiniteValue, earliest_fault
+from polylane.runtime.server_role import ServingRole
 from polylane.runtime.sync.parameter_server.update_log import count_staleness
+from polylane.runtime.telemetry.matmul_rate import measure_matmul_rate
 from polylane.runtime.workers.stop_request import StopRequest
 from polylane.verify.audit import AuditMode
 from polylane.verify.audit.audit_start import AuditStart
@@ -40,66 +44,115 @@ from polylane.verify.audit.step_replay import StepVerdict
 from polylane.verify.audit.training_audit import attach_audit
 
 
-def train(
-    job: Job, training: RecipeTraining, prepared: CompiledTraining, tell: Tell, stop: StopRequest, audits: AuditStart
-) -> TrainingOutcome:
-    """Train as long as was asked for, test after each epoch, save the weights, and close the job.
+class RecipeLoop:
+    """The loop of one worker: as long as was asked for, with a test after each epoch.
 
     Args:
         job: this worker's part in the training.
         training: the recipe's model and data, with the options.
         prepared: the training, compiled for the plan.
-        tell: called with a "begin" message, a "step" for each step, and a "testing" and an "epoch" after each epoch.
+        tell: called with a "begin" message, a "step" for each step, a "testing" and an "epoch" after each epoch, and
+            now and then with a "time" message.
         stop: whether a signal asks the training to end.
         audits: makes some steps a second time, and compares.
-
-    Returns:
-        The outcome, the same on every worker but for times.
-
-    Raises:
-        NothingLeft: on all workers, if the checkpoint to go on from is that of the last step, or of a later one.
     """
-    request, epochs = training.request, training.epochs
-    log, stops = StepLog(tell, lambda: job.worker.slack, NoiseLog(training.population)), request.on_nan == "stop"
-    saved, changed = _load_checkpoint(job, training, log) if request.resume_from is not None else (None, [])
-    tell(begin_message(job, training, prepared, saved, log.loss, changed))
-    audit = attach_audit(audits, job, partial(_tell_verdict, tell, request.audit))
-    control = _open_control(job, training, log, stop, tell)
-    # To find the first operator, the detector runs a pass again; a run that goes on must not do that.
-    job.anomalies = AnomalyDetector() if stops else None
-    all_know, test, start, progress = _all_know_losses(job, control), TestResult(), job.position, job.world.progress
-    numbers = itertools.count(start.epoch + 1) if epochs is None else range(start.epoch + 1, epochs + 1)
-    progress.enter(Phase.TRAINING)
-    for epoch in numbers:
-        log.begin_epoch()
-        for batch in _epoch(job, training, epoch, start):
-            rate = _learning_rate(job)
-            log.add(job.step(batch), epoch, rate, job.worker.staleness if job.apart else None)
-            if (stops and log.stopped and all_know) or log.launched == request.steps:
+
+    def __init__(
+        self,
+        job: Job,
+        training: RecipeTraining,
+        prepared: CompiledTraining,
+        tell: Tell,
+        stop: StopRequest,
+        audits: AuditStart,
+    ) -> None:
+        self._job, self._training, self._prepared, self._tell = job, training, prepared, tell
+        request = training.request
+        columns = _open_columns(job, prepared)
+        self._log = StepLog(tell, lambda: job.worker.slack, columns, NoiseLog(training.population))
+        self._stops = request.on_nan == "stop"
+        resumes = request.resume_from is not None
+        saved, changed = _load_checkpoint(job, training, self._log) if resumes else (None, [])
+        tell(begin_message(job, training, prepared, saved, self._log.loss, changed))
+        self._audit = attach_audit(audits, job, partial(_tell_verdict, tell, request.audit))
+        self._control = _open_control(job, training, self._log, stop, tell)
+        if columns is not None and (control := self._control) is not None:
+            columns.stall_seconds = lambda: control.stall_seconds
+        # To find the first operator, the detector runs a pass again; a run that goes on must not do that.
+        job.anomalies = AnomalyDetector() if self._stops else None
+        self._all_know = _all_know_losses(job, self._control)
+        self._phases = PhaseClock(job.world.progress, tell, dict if columns is None else columns.means)
+        self._start = job.position
+        self._test = TestResult()
+
+    def run(self) -> TrainingOutcome:
+        """Train, save the weights, and close the job; return the outcome, the same on every worker but for times.
+
+        Raises:
+            NothingLeft: on all workers, if a stream is over before the first step.
+        """
+        job, log, epochs, control = self._job, self._log, self._training.epochs, self._control
+        begin = self._start.epoch + 1
+        job.world.progress.enter(Phase.TRAINING)
+        for epoch in itertools.count(begin) if epochs is None else range(begin, epochs + 1):
+            if self._run_epoch(epoch) or log.launched == self._training.request.steps:
                 break
-            if control is not None and control.agree():
-                break
+        _refuse_no_steps(log, self._training.request, job)
+        outcome = log.outcome(self._prepared.plan.spec, self._test.loss, stopped=self._stops)
+        outcome = replace(outcome, test_metrics=self._test.metrics)
+        outcome = outcome if control is None else _save_last(control, outcome)
+        outcome = _finish_outcome(job, self._training, self._prepared, log, outcome)
+        job.world.progress.enter(Phase.ENDING)
+        job.close()
+        self._phases.tell(log.launched)
+        return replace(outcome, audit=None if self._audit is None else self._audit.report())
+
+    def _run_epoch(self, epoch: int) -> bool:
+        """Train for an epoch, and test; return whether the training is over before its end."""
+        log, job = self._log, self._job
+        self._train_epoch(epoch)
         log.complete()
         # With servers a worker may have the losses of its own replica only, and a dedicated server has none.
         if job.plan.sync.has_servers:
             log.merge_epoch(job.gathered(log.epoch_losses()))
-        if (stops and log.stopped) or (control is not None and control.is_over):
-            break
-        if training.test is not None:
-            tell({"kind": "testing", "epoch": epoch})
-            test = _evaluate_test(job, training, control)
-            if control is not None and control.is_over:  # the run that goes on tests again, from the first batch
-                break
-        tell({"kind": "epoch", "epoch": epoch, "step": log.launched, **log.epoch_means(), **test.to_dict()})
-        if log.launched == request.steps:
-            break
-    _refuse_no_steps(log, request, job)
-    outcome = replace(log.outcome(prepared.plan.spec, test.loss, stopped=stops), test_metrics=test.metrics)
-    outcome = outcome if control is None else _save_last(control, outcome)
-    outcome = _finish_outcome(job, training, prepared, log, outcome)
-    progress.enter(Phase.ENDING)
-    job.close()
-    return replace(outcome, audit=None if audit is None else audit.report())
+        if (self._stops and log.stopped) or self._is_over:
+            return True
+        if self._training.test is not None:
+            self._tell({"kind": "testing", "epoch": epoch})
+            self._test = _evaluate_test(job, self._training, self._control)
+            if self._is_over:  # the run that goes on tests again, from the first batch
+                return True
+        means = log.epoch_means()
+        self._tell({"kind": "epoch", "epoch": epoch, "step": log.launched, **means, **self._test.to_dict()})
+        return False
+
+    def _train_epoch(self, epoch: int) -> None:
+        """Make the steps of an epoch, or as many as are left of the training."""
+        log, job, request = self._log, self._job, self._training.request
+        log.begin_epoch()
+        for batch in _epoch(job, self._training, epoch, self._start):
+            rate = _learning_rate(job)
+            result, staleness = job.step(batch), job.worker.staleness if job.apart else None
+            log.add(result, epoch, rate, staleness, count_tokens(batch.leaves, batch.samples))
+            self._phases.note_step(log.launched)
+            if (self._stops and log.stopped and self._all_know) or log.launched == request.steps:
+                return
+            if self._control is not None and self._control.agree():
+                return
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether all have agreed to end."""
+        return self._control is not None and self._control.is_over
+
+
+def _open_columns(job: Job, prepared: CompiledTraining) -> StepColumns | None:
+    """Return what describes observed steps, on rank 0; None on the others, which have no messages to write."""
+    worker = job.worker
+    if job.world.rank != 0 or isinstance(worker, ServingRole):
+        return None
+    rate, graph = measure_matmul_rate(job.world.device), prepared.main_partition.graph
+    return StepColumns(prepared.plan, lambda: graph, rate, worker.telemetry.timing)
 
 
 def _tell_verdict(tell: Tell, mode: AuditMode, verdict: StepVerdict) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 from polylane.auto.plan_broadcast import compile_on_all_ranks
 from polylane.commands.learning.noise_log import check_noise
+from polylane.commands.logs.step_log import Tell, TrainingOutcome
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.fewer_workers import gather_saved_plan, plan_for_started
 from polylane.commands.running.recipe_training import RecipeTraining, check_last_batch, load_materials
 from polylane.commands.running.resume import NothingLeft
 from polylane.commands.running.resumed_microbatches import keep_microbatches
-from polylane.commands.running.step_log import Tell, TrainingOutcome
-from polylane.commands.running.training_loop import train
+from polylane.commands.running.training_loop import RecipeLoop
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.inspection.memory_prediction import with_predicted_memory
 from polylane.runtime.progress_page import ProgressMemory, ProgressWriter
@@ -48,7 +48,7 @@ class TrainingWorker:
         """Train, and return the outcome; a collective of all workers.
 
         Args:
-            tell: called with messages about the training, see :func:`.training_loop.train`.
+            tell: called with messages about the training, see :class:`.RecipeLoop`.
         """
         training, compiled, world = self.training, self.compiled, self.world
         try:
@@ -56,7 +56,7 @@ class TrainingWorker:
             audits = training.start_auditor(compiled, world)
             job = training.job(compiled, world, same_weights=self.is_forked)
             try:
-                return train(job, training, compiled, tell, world.stop, audits)
+                return RecipeLoop(job, training, compiled, tell, world.stop, audits).run()
             except NothingLeft:  # raised on all workers, which close the job together
                 raise
             except BaseException:

@@ -101,8 +101,9 @@ class Telemetry:
         facts[SLOTS * self._rank : SLOTS * (self._rank + 1)] = [
             *(float(number) if self._device.type == "cpu" else number for number in (total, count, self._squared_norm)),
             float(self._peak_bytes()),
-            loading - self._loading,
+            (loading - self._loading) / self._count,
             (begin - self._since) / self._count,
+            float(self._count),
             self._cost + time.perf_counter() - begin,
             spent.computing,
             spent.communication,

@@ -20,8 +20,9 @@ class WorkerFacts:
             the step has none of a batch of its own.
         memory: most bytes that it has held since the training began: on an accelerator those of its allocator, else
             the growth of the process's resident memory, with the tensors that it began with.
-        loading: seconds that it has waited for data since the last observed step.
-        seconds: duration of a step, all in all, over those since the last observed one.
+        loading: seconds of a step in which it waits for data, over those since the last observed one.
+        seconds: duration of a step, all in all, over the same steps.
+        steps: number of these steps.
         cost: seconds that measuring has cost it since then.
         computing, communicating, extent: seconds of one step in which it computed, in which it waited for others or for
             bytes and did not compute, and from its first action to its last. On an accelerator of an earlier step,
@@ -34,6 +35,7 @@ class WorkerFacts:
     memory: float
     loading: float
     seconds: float
+    steps: float
     cost: float
     computing: float
     communicating: float

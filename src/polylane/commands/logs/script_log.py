@@ -8,11 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-from polylane.commands.running.step_log import StepLog, Tell, TrainingOutcome
+from polylane.commands.logs.goodput import PhaseClock
+from polylane.commands.logs.step_columns import StepColumns
+from polylane.commands.logs.step_log import StepLog, Tell, TrainingOutcome
+from polylane.graph.graph import Graph
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan_file import dump
 from polylane.runtime.step_result import StepResult
+from polylane.runtime.telemetry.matmul_rate import measure_matmul_rate
 from polylane.runtime.telemetry.noise_reading import NoiseReading
+from polylane.runtime.telemetry.worker_facts import WorkerFacts
 from polylane.script.role import ScriptJob
 
 
@@ -47,6 +52,11 @@ class AccumulatedStep:
         return self.loss * self.samples, self.samples
 
     @property
+    def facts(self) -> tuple[WorkerFacts, ...]:
+        """What workers say of the step; nothing where it has several runs, none of which has all of its gradients."""
+        return self.results[0].facts if len(self.results) == 1 else ()
+
+    @property
     def timeline(self) -> Timeline:
         """The spans of the last run."""
         return self.results[-1].timeline
@@ -77,7 +87,15 @@ class ScriptLog:
             job: the training that has begun.
             steps: number of steps before it, on whole models or of the run that is gone on with.
         """
-        self._job, self._log = job, StepLog(self._tell, lambda: 1)
+        role, progress = job.role, job.world.progress
+
+        def find_graph() -> Graph | None:
+            graphs = [partition.graph for partition in role.partitions.values()]
+            return graphs[0] if len(graphs) == 1 else None
+
+        columns = StepColumns(job.plan, find_graph, measure_matmul_rate(job.world.device), role.telemetry.timing)
+        self._job, self._log = job, StepLog(self._tell, lambda: 1, columns)
+        self._phases, self._steps = PhaseClock(progress, self._tell, columns.means), steps
         self._log.resume({"steps": steps, "samples": 0, "seconds": 0.0, "loss": math.nan, "epoch": (0.0, 0.0, 0.0)})
         self._log.begin_epoch()
         message = {"kind": "begin", "plan": dump(job.plan), "spec": job.plan.spec, "workers": job.plan.processes}
@@ -94,10 +112,12 @@ class ScriptLog:
         assert self._log is not None
         rate = optimizer.param_groups[0].get("lr")
         self._log.add(AccumulatedStep(tuple(results)), None, None if rate is None else float(rate))
+        self._phases.note_step(self._log.launched)
 
     def outcome(self) -> TrainingOutcome | None:
         """Return what the training has come to; None where it has made no step under the plan."""
         if self._log is None or self._job is None or not self._log.has_made_steps:
             return None
         self._log.complete()
+        self._phases.tell(self._log.launched)
         return self._log.outcome(self._job.plan.spec, None, stopped=False)

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from polylane.commands.learning.noise_log import NoiseLog
+from polylane.commands.logs.kept_steps import KeptSteps, LoggedStep
+from polylane.commands.logs.step_columns import StepColumns
 from polylane.observe.timeline import Timeline
 from polylane.runtime.job import Job
 from polylane.runtime.plain_data.serialization import serializable
-from polylane.runtime.telemetry.noise_reading import NoiseReading
 from polylane.verify.audit.audit_report import AuditReport
 
 Tell = Callable[[dict[str, Any]], None]
-
-# The representative step is the one of median duration among this many last steps with a full batch.
-LATE_STEPS = 15
 
 # Asynchronous replicas have no common step: this many last steps are shown instead.
 LAST_STEPS = 4
@@ -41,6 +38,8 @@ class TrainingOutcome:
         test_loss: mean over the test data at the end, None without test data.
         samples_per_second: over all steps but the first, in which connections are made.
         timeline: the spans of a representative late step.
+        timelines: those of all steps that are shown, by what each of them is; see :class:`.KeptSteps`.
+        shares: of the time of all workers, see :meth:`.StepColumns.means`; empty where no step was observed.
         staleness: staleness -> number of parameter servers' updates with it; None without asynchronous servers.
         stopped: (step, epoch) in which the loss was not finite and training stopped.
         not_finite: (step, epoch) in which the loss was not finite, whether or not training stopped.
@@ -78,6 +77,8 @@ class TrainingOutcome:
     stall_seconds: float = 0.0
     audit: AuditReport | None = None
     test_metrics: Mapping[str, float] = field(default_factory=dict)
+    timelines: Mapping[str, Timeline] = field(default_factory=dict)
+    shares: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -124,23 +125,6 @@ class EpochLosses:
     stopped: tuple[int, int] | None
 
 
-class LoggedStep(Protocol):
-    """What a log takes of a step: a :class:`.StepResult`, or what several of them make up."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def samples(self) -> int: ...
-    @property
-    def loss(self) -> float: ...
-    @property
-    def sums(self) -> tuple[float, float]: ...
-    @property
-    def timeline(self) -> Timeline: ...
-    @property
-    def noise(self) -> NoiseReading | None: ...
-
-
 class StepLog:
     """Log of the steps so far.
 
@@ -150,16 +134,18 @@ class StepLog:
     Args:
         tell: called with each message, as plain data.
         slack: returns the number of steps that may be in flight before a loss is read.
+        columns: describes observed steps, on the worker whose messages are written; None elsewhere.
         noise: follows the steps whose gradient noise is measured; default: a new one.
     """
 
-    def __init__(self, tell: Tell, slack: Callable[[], int], noise: NoiseLog | None = None) -> None:
+    def __init__(
+        self, tell: Tell, slack: Callable[[], int], columns: StepColumns | None = None, noise: NoiseLog | None = None
+    ) -> None:
         self._tell = tell
+        self._slack, self.columns = slack, columns
         self.noise = NoiseLog() if noise is None else noise
-        self._slack = slack
         self._waiting: deque[Callable[[], None]] = deque()
-        self._late: deque[tuple[float, LoggedStep]] = deque(maxlen=LATE_STEPS)
-        self._full = 0  # samples of a full batch
+        self._kept = KeptSteps()
         self._first: tuple[int, float] = (0, 0.0)  # samples and seconds of the first step
         self.launched = self.samples = 0
         self.seconds = 0.0
@@ -204,7 +190,12 @@ class StepLog:
         self._resumed_epoch = (0.0, 0.0, 0.0)
 
     def add(
-        self, result: LoggedStep, epoch: int | None, learning_rate: float | None, staleness: int | None = None
+        self,
+        result: LoggedStep,
+        epoch: int | None,
+        learning_rate: float | None,
+        staleness: int | None = None,
+        tokens: int = 0,
     ) -> None:
         """Add a finished step, and send the message about an earlier one.
 
@@ -213,9 +204,10 @@ class StepLog:
             epoch: number of the epoch, from 1; None where nobody counts them.
             learning_rate: of the optimizer's first group; None where it has none.
             staleness: of the step's gradients; None without asynchronous servers.
+            tokens: of the batch; 0 where it has none.
         """
-        now = time.perf_counter()
-        seconds, self._mark = now - self._mark, now
+        moment = time.perf_counter()
+        seconds, self._mark = moment - self._mark, moment
         while len(self._waiting) >= self._slack():
             self._waiting.popleft()()
         self.launched += 1
@@ -225,12 +217,7 @@ class StepLog:
         if self.launched == self._resumed_at + 1:
             # Connections are made in it. What an earlier run did is no measure of this one's speed either.
             self._first = (self.samples, self.seconds)
-        # Only full batches are representative: a short last batch, or a first one that is shorter, is not kept.
-        if result.samples > self._full:
-            self._full = result.samples
-            self._late.clear()
-        if result.samples == self._full:
-            self._late.append((seconds, result))
+        self._kept.add(seconds, result)
         message = {
             "kind": "step",
             "step": self.launched,
@@ -241,6 +228,7 @@ class StepLog:
             "samples_per_second": result.samples / seconds,
             "learning_rate": learning_rate,
             **({} if staleness is None else {"staleness": staleness}),
+            **({"tokens": tokens, "tokens_per_second": tokens / seconds} if tokens else {}),
         }
         self._waiting.append(partial(self._read_loss, result, message))
 
@@ -275,7 +263,7 @@ class StepLog:
         self._count += count
         if self.stopped is None and not math.isfinite(self.loss):
             self.stopped, self.bad_loss = (message["step"], message.get("epoch", 0)), self.loss
-        self._tell(message)
+        self._tell(message if self.columns is None else message | self.columns.describe(result))
 
     def epoch_means(self) -> dict[str, float]:
         """Return the mean loss over the samples of the epoch so far, and the duration of its steps."""
@@ -300,7 +288,9 @@ class StepLog:
             train_loss=self._mean(),
             test_loss=test_loss,
             samples_per_second=samples / seconds,
-            timeline=_representative(self._late),
+            timeline=self._kept.typical(),
+            timelines=self._kept.timelines(),
+            shares={} if self.columns is None else self.columns.means(),
             staleness=None,
             stopped=self.stopped if stopped else None,
             not_finite=self.stopped,
@@ -311,16 +301,6 @@ class StepLog:
 def _to_json(number: float) -> float | str:
     """Return a number as JSON has it, which has no NaN or infinity: these are texts that ``float`` reads."""
     return number if math.isfinite(number) else str(number)
-
-
-def _representative(late: Sequence[tuple[float, LoggedStep]]) -> Timeline:
-    # The low median is one of the durations, so that there is a step with it.
-    median = statistics.median_low(seconds for seconds, _ in late)
-    result = next(result for seconds, result in late if seconds == median)
-    timeline = result.timeline
-    return replace(
-        timeline, title=f"measured · step {result.step + 1}", notes={**timeline.notes, "step": str(result.step + 1)}
-    )
 
 
 def last_steps(job: Job, step_count: int) -> Timeline:

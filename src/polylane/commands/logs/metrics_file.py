@@ -8,6 +8,7 @@ import math
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 # What a line raises that no run has written.
 _NOT_OURS = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
@@ -97,3 +98,12 @@ def find_last_step(metrics: Path) -> int:
             with suppress(*_NOT_OURS):
                 return int(json.loads(line)["step"])
     return 0
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return what a file of this package's has; None where there is none, or it is another's."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None

@@ -1,0 +1,142 @@
+"""Step columns: what is logged of an observed step beside its loss, from what each worker says of it.
+
+The names are those of docs/metrics.md. A column that is not known is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.commands.logs.kept_steps import LoggedStep
+from polylane.graph.graph import Graph
+from polylane.observe.time_account import account_time
+from polylane.plan.plan import Plan
+from polylane.runtime.telemetry.worker_facts import WorkerFacts
+
+# Shares of the time of all workers in a step; what each means is told in polylane.observe.time_account.
+SHARES = ("computing", "moving", "waiting", "bubble")
+
+
+class StepColumns:
+    """Columns of observed steps, and their means over the run.
+
+    Args:
+        plan: the plan that is run.
+        find_graph: returns model and loss, for the operations of a step; None where steps are of several graphs.
+        device_rate: floating-point operations that one device has been measured to do in a second.
+        timing: context manager around what is done for the sake of observing.
+
+    Attributes:
+        stall_seconds: returns the time that checkpoints have cost so far.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        find_graph: Callable[[], Graph | None],
+        device_rate: float,
+        timing: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._replicas = [plan.stage_and_replica(rank)[1] for rank in range(plan.workers)]
+        self._find_graph, self._rate, self._timing = find_graph, device_rate, timing
+        self._stall = 0.0
+        self.stall_seconds: Callable[[], float] = lambda: 0.0
+        self._sums, self._waits, self._count = defaultdict[str, float](float), defaultdict[int, float](float), 0
+
+    def describe(self, result: LoggedStep) -> dict[str, Any]:
+        """Return the columns of an observed step; none where it was not observed."""
+        if not (facts := result.facts):
+            return {}
+        with self._timing():
+            return self._describe(result, facts)
+
+    def _describe(self, result: LoggedStep, facts: Sequence[WorkerFacts]) -> dict[str, Any]:
+        seconds = max(fact.seconds for fact in facts)
+        columns: dict[str, Any] = {
+            "loss_max": _largest_loss(facts, self._replicas),
+            "gradient_norm": sum(fact.squared_norm for fact in facts) ** 0.5,
+            **self._describe_time(result, facts, seconds),
+            "memory": [round(fact.memory) for fact in facts],
+        }
+        if (graph := self._find_graph()) is not None:
+            speed = step_flops(graph) * result.samples / max(graph.samples, 1) / seconds
+            columns |= {"flops_per_second": speed, "device_share": speed / (self._rate * len(facts))}
+        if result.step:  # what the first step takes is no measure of the others
+            self._add_up(columns)
+        return {name: value for name, value in columns.items() if not (isinstance(value, float) and math.isnan(value))}
+
+    def _describe_time(self, result: LoggedStep, facts: Sequence[WorkerFacts], seconds: float) -> dict[str, Any]:
+        """Return the shares of the step's time, and what was sent in it."""
+        stall, self._stall = (total := self.stall_seconds()) - self._stall, total
+        since = seconds * facts[0].steps
+        columns: dict[str, Any] = {
+            "loading": min(1.0, max(fact.loading for fact in facts) / seconds),
+            "checkpoint_stall": min(1.0, stall / since),
+        }
+        timeline = result.timeline
+        if len({span.rank for span in timeline.spans}) == len(facts):
+            account = account_time(timeline)
+            waits = {str(rank): share for rank, share in account.waiting_for().items()}
+            return columns | account.shares() | {"waiting_for": waits, "bytes_sent": sum(timeline.sent())}
+        # On accelerators nobody waits for the spans of all workers: each has added up its own.
+        area = sum(fact.extent for fact in facts)
+        if not area:
+            return columns
+        computing, communicating = (
+            sum(getattr(fact, name) for fact in facts) / area for name in ("computing", "communicating")
+        )
+        bubble = max(0.0, 1 - computing - communicating)
+        return columns | {"computing": computing, "communicating": communicating, "bubble": bubble}
+
+    def _add_up(self, columns: dict[str, Any]) -> None:
+        self._count += 1
+        for name in (*SHARES, "communicating", "loading"):
+            self._sums[name] += columns.get(name, 0.0)
+        for rank, share in columns.get("waiting_for", {}).items():
+            self._waits[int(rank)] += share
+
+    def means(self) -> dict[str, Any]:
+        """Return the mean shares of all observed steps but the first; empty where there were none."""
+        if not self._count:
+            return {}
+        shares = {name: total / self._count for name, total in self._sums.items() if total}
+        return shares | {"waiting_for": {rank: total / self._count for rank, total in self._waits.items()}}
+
+
+def step_flops(graph: Graph) -> int:
+    """Return the floating-point operations of a forward and a backward pass of the example batch, by the model alone.
+
+    The backward pass of an operator does twice the work of its forward pass: one product for each of its two factors.
+    What a plan recomputes, or computes on several workers, counts once.
+    """
+    return sum(node.flops * (3 if node.requires_grad else 1) for node in graph.nodes)
+
+
+def count_tokens(leaves: Iterable[Any], samples: int) -> int:
+    """Return the tokens of a batch: of its whole numbers with a row for each sample, those with the most in a row.
+
+    Args:
+        leaves: flat leaves of the batch, or of this worker's samples.
+        samples: number of samples of the whole batch.
+
+    Returns:
+        0 where no tensor of the batch has several whole numbers for each sample.
+    """
+    wholes = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype in (torch.int64, torch.int32))
+    return max((leaf[0].numel() * samples for leaf in wholes if leaf.dim() > 1 and len(leaf)), default=0)
+
+
+def _largest_loss(facts: Sequence[WorkerFacts], replicas: Sequence[int]) -> float:
+    """Return the largest mean loss of a replica; NaN where none has counted anything."""
+    sums = defaultdict[int, list[float]](lambda: [0.0, 0.0])
+    for fact, replica in zip(facts, replicas, strict=True):
+        sums[replica][0] += fact.loss_total
+        sums[replica][1] += fact.loss_count
+    return max((total / count for total, count in sums.values() if count), default=math.nan)

@@ -1,0 +1,72 @@
+"""Groups of options that several commands take, each a record whose fields are options of the command line.
+
+Plain data without torch, as the requests that they are parts of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from polylane.runtime.workers.stop_request import GRACE
+
+OnNan = Literal["stop", "warn"]
+OnDiskError = Literal["warn", "stop"]
+OnHang = Literal["stop", "restart", "wait"]
+
+LOG_SECONDS = 5.0  # least time between two lines of a log
+
+
+@dataclass(frozen=True)
+class SavingOptions:
+    """The options of checkpoints.
+
+    Attributes:
+        save_every: text of the interval of checkpoints: "500" steps, "10m", or "auto"; None: none are saved.
+        keep: number of newest complete checkpoints that are kept.
+        resume: "auto" for the newest complete checkpoint of the run's folder, if any; or the path of one; None: begin.
+        max_restarts: times that workers are started again after one has died; None: not at all, or once for each
+            worker that may be lost.
+    """
+
+    save_every: str | None = None
+    keep: int = 3
+    resume: str | None = None
+    max_restarts: int | None = None
+
+    @property
+    def restarts(self) -> int:
+        """Times that workers are started again."""
+        return self.max_restarts or 0
+
+
+@dataclass(frozen=True)
+class TroubleOptions:
+    """The options for what may happen to a run.
+
+    Attributes:
+        on_hang: reaction to a worker that does not go on: "stop" the training, "restart" it, or "wait".
+        hang_after: seconds without progress after which a worker hangs; None: from the run's own step times.
+        on_disk_error: reaction to a run folder that cannot be written to any more: "warn" and go on, or "stop".
+        grace: seconds that a stop signal leaves for a checkpoint.
+        requeue_code: exit code of a training that a signal but Ctrl-C ended early, with a checkpoint.
+    """
+
+    on_hang: OnHang = "stop"
+    hang_after: float | None = None
+    on_disk_error: OnDiskError = "warn"
+    grace: float = GRACE
+    requeue_code: int = 0
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """The options for who sees the numbers of a run while it trains.
+
+    Attributes:
+        log: names of what receives them beside the run's folder, see :func:`.open_loggers`.
+        log_every: least seconds between two lines where the output is no terminal.
+    """
+
+    log: str = ""
+    log_every: float = LOG_SECONDS

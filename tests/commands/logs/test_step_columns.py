@@ -1,0 +1,71 @@
+"""Columns of observed steps: shares add up, operations are counted as by hand, tokens are those of the batch."""
+
+from __future__ import annotations
+
+import copy
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from polylane.commands.logs.step_columns import SHARES, StepColumns, count_tokens, step_flops
+from polylane.runtime.job import Job
+from tests.support.workers.training import batch_of, classify, mlp, workers
+
+SAMPLES = 8
+
+
+def columns_of(job: Job) -> list[dict[str, Any]]:
+    graph = job.worker._prepared.main_partition.graph  # type: ignore[union-attr]
+    columns = StepColumns(job.plan, lambda: graph, 1e9, nullcontext)
+    described = [columns.describe(job.step(batch_of(SAMPLES, step))) for step in range(5)]
+    return [*(line for line in described if line), columns.means()]
+
+
+@pytest.mark.parametrize("plan", ["data=2", "data=3", "pipeline=2", "tensor=2", "data=2,shard=parameters", "data=1"])
+def test_shares_add_up_and_the_largest_loss_is_that_of_a_replica(plan: str) -> None:
+    *lines, means = workers(columns_of, mlp(6, 12, 12, 4), plan)[0]
+    assert len(lines) >= 2
+    for line in lines:
+        assert sum(line[name] for name in SHARES) == pytest.approx(1, abs=1e-9)
+        assert sum(line["waiting_for"].values()) == pytest.approx(line["waiting"], abs=1e-9)
+        assert all(0 <= line[name] <= 1 for name in ("loading", "checkpoint_stall"))
+        assert line["flops_per_second"] > 0 and line["device_share"] > 0 and line["gradient_norm"] > 0
+        assert all(byte > 0 for byte in line["memory"])
+    assert sum(means.get(name, 0) for name in SHARES) == pytest.approx(1, abs=1e-9)
+    replicas = 3 if plan == "data=3" else 2 if plan.startswith("data=2") else 1
+    parts = [slice(k * SAMPLES // replicas, (k + 1) * SAMPLES // replicas) for k in range(replicas)]
+    if SAMPLES % replicas == 0:
+        inputs, labels = batch_of(SAMPLES, 0)
+        model = copy.deepcopy(mlp(6, 12, 12, 4))
+        worst = max(classify(model, (inputs[part], labels[part])).item() for part in parts)
+        assert lines[0]["loss_max"] == pytest.approx(worst, rel=1e-12)
+
+
+def test_operations_of_a_step_are_three_times_those_of_its_products() -> None:
+    def flops(job: Job) -> int:
+        return step_flops(job.worker._prepared.main_partition.graph)  # type: ignore[union-attr]
+
+    products = 2 * SAMPLES * (6 * 120 + 120 * 4)
+    (counted,) = workers(flops, mlp(6, 120, 4), "data=1")
+    assert 3 * products - 2 * SAMPLES * 6 * 120 <= counted <= 3.2 * products
+
+
+def test_tokens_are_whole_numbers_with_several_to_a_sample() -> None:
+    words, labels, pixels = torch.zeros(4, 7, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), torch.rand(4, 9)
+    assert count_tokens([words, words[:, 1:], labels, pixels], samples=12) == 84
+    assert count_tokens([pixels, labels, "text", None], samples=12) == 0
+    assert count_tokens([torch.zeros(0, 7, dtype=torch.int64)], samples=12) == 0
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    def describe(job: Job) -> list[str]:
+        columns = StepColumns(job.plan, lambda: None, 1e9, nullcontext)
+        line = columns.describe(job.step(batch_of(SAMPLES)))
+        return [name for name, value in line.items() if isinstance(value, float) and math.isnan(value)] + list(line)
+
+    names = workers(describe, nn.Sequential(*mlp(6, 12, 12, 4)), "pipeline=2,schedule=pipedream")[0]
+    assert "device_share" not in names and "gradient_norm" not in names and "loss_max" in names
