@@ -26,7 +26,7 @@ SOURCE = TESTS.parent / "src" / PACKAGE
 FLOORS = (
     ("errors",),
     ("settings", "yaml_file", "output", "parent_death", "faults"),
-    ("recipe",),
+    ("recipe", "callbacks"),
     ("graph", "cluster", "optim", "efficiency"),
     ("schedule",),
     ("placement",),

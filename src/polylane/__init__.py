@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polylane.auto.parallelize import parallelize
+    from polylane.callbacks.callback import Callback as Callback
     from polylane.errors import PolylaneError as PolylaneError
     from polylane.recipe import Mean as Mean
     from polylane.runtime.data_parallel import data_parallel
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 # Names are imported when first asked for, so that `import polylane` and `polylane --help` do not wait for torch.
 _HOMES = {
+    "Callback": "polylane.callbacks.callback",
     "Job": "polylane.runtime.job",
     "Mean": "polylane.recipe",
     "PolylaneError": "polylane.errors",
@@ -32,6 +34,7 @@ _HOMES = {
     "resumed": "polylane.script.prepare",
 }
 __all__ = [
+    "Callback",
     "Job",
     "Mean",
     "PolylaneError",

@@ -224,6 +224,29 @@ MaxRestarts = Annotated[
         help="Number of times the workers are restarted after one has died. Default: 0, or MAX - MIN of --workers.",
     ),
 ]
+EarlyStop = Annotated[
+    str | None,
+    typer.Option(
+        "--early-stop",
+        metavar="NAME[:max|min]:N",
+        help="End once this result of the tests (test_loss, train_loss or a metric of the recipe) has not become "
+        "better N times in a row. Losses are minimized, metrics are maximized, unless min or max says otherwise.",
+    ),
+]
+StopAt = Annotated[
+    str | None,
+    typer.Option(
+        "--stop-at", metavar="NAME[:max|min]:VALUE", help="End once a result of the tests reaches this value."
+    ),
+]
+KeepBest = Annotated[
+    str | None,
+    typer.Option(
+        "--keep-best",
+        metavar="NAME[:max|min][:N]",
+        help="Keep checkpoints of the N epochs (default: 1) with the best values of a result, in DIR/best.",
+    ),
+]
 DropLast = Annotated[bool, typer.Option("--drop-last", help="Drop the last batch of an epoch if it is incomplete.")]
 LargeBatchOptimizer = Annotated[
     LargeBatch | None,

@@ -20,7 +20,7 @@ from polylane.commands.requests import (
     build_request,
     default_restarts,
 )
-from polylane.commands.running.option_groups import SavingOptions, TroubleOptions, WatchOptions
+from polylane.commands.running.option_groups import GoalOptions, SavingOptions, TroubleOptions, WatchOptions
 
 
 def register(app: typer.Typer) -> None:
@@ -47,6 +47,7 @@ def train(
     audit: options.Audit = "auto",
     watch: WatchOptions,
     trouble: TroubleOptions,
+    goals: GoalOptions,
     drop_last: options.DropLast = False,
     optimizer: options.LargeBatchOptimizer = None,
     lr: options.LearningRate = None,
@@ -70,6 +71,7 @@ def train(
     Examples:
       polylane train examples/digits.py --workers 4 --plan data=2,pipeline=2
       polylane train examples/digits.py --run run/digits --save-every 10m --resume auto --max-restarts 3
+      polylane train examples/digits.py --epochs 50 --early-stop test_loss:3 --keep-best accuracy
       polylane train examples/digits.py --plan data=4 --batch 512 --base-batch 64 --scale-lr linear --warmup 10
       torchrun --nproc-per-node 4 -m -- polylane train examples/digits.py
     """
@@ -85,6 +87,7 @@ def train(
         saving=replace(saving, max_restarts=default_restarts(saving.max_restarts, workers)),
         trouble=trouble,
         watch=watch,
+        goals=goals,
     )
     command.run(request)
 

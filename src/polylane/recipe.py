@@ -33,9 +33,11 @@ SIGNATURES: Mapping[str, str] = {
     "collate": "collate(samples) -> batch",
     "init": "init(module) -> None",
     "metrics": "metrics(model, batch) -> dict",
+    "callbacks": "callbacks() -> list of polylane.Callback",
 }
 REQUIRED = ("model", "loss", "optimizer", "data")
-ARGUMENTS = {"model": 0, "loss": 2, "optimizer": 1, "data": 1, "scheduler": 1, "collate": 1, "init": 1, "metrics": 2}
+ARGUMENTS = {"model": 0, "loss": 2, "optimizer": 1, "data": 1, "scheduler": 1, "collate": 1, "init": 1}
+ARGUMENTS |= {"metrics": 2, "callbacks": 0}
 
 
 class RecipeError(PolylaneError):
@@ -81,6 +83,7 @@ class Recipe:
         scheduler: optimizer to a learning-rate scheduler, if the recipe has one.
         collate: a list of samples to a batch; torch's default where the recipe has none.
         init: for a model that is built on the meta device: fills the tensors that a module itself owns.
+        callbacks: returns what is called while training, on every worker, if the recipe has it.
         metrics: (model, batch) to a dict of what is reported of the test data besides the loss, if the recipe has it.
     """
 
@@ -95,6 +98,7 @@ class Recipe:
     collate: Callable[[list[Any]], Any] | None = None
     init: Callable[[nn.Module], None] | None = None
     metrics: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None
+    callbacks: Callable[[], Sequence[Any]] | None = None
 
 
 def load(path_or_module: str | os.PathLike[str], settings: Mapping[str, str] | None = None) -> Recipe:

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Collection
 
 MANIFEST = "manifest.json"
 # A writer that died leaves a folder of the second kind; what is being removed has a name of the third.
@@ -84,6 +85,22 @@ def commit_folder(root: str, unfinished: str, step: int, manifest: str, keep: in
         _put_aside(root, old)
     _remove_put_aside(root)
     return folder
+
+
+def remove_steps(root: str, best_steps: Collection[int]) -> None:
+    """Remove the checkpoints of a folder but those of some steps, and never the newest one.
+
+    Args:
+        root: folder of a run's checkpoints.
+        best_steps: steps whose checkpoints stay.
+
+    Raises:
+        OSError: what is in the folder cannot be read.
+    """
+    for step, folder in list_steps(root)[:-1]:
+        if step not in best_steps:
+            _put_aside(root, folder)
+    _remove_put_aside(root)
 
 
 def remove_unfinished(root: str) -> None:

@@ -19,12 +19,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from polylane.checkpoint.commit import list_steps
 from polylane.commands import user_inputs as inputs
 from polylane.commands.progress import display
 from polylane.commands.running.finish import finish_run, raise_if_stopped
 from polylane.commands.running.launch import HostTraining, JoinedTraining
 from polylane.commands.running.reporter import open_reporter
-from polylane.commands.running.resume import prepare_checkpoints
+from polylane.commands.running.resume import BEST, prepare_checkpoints
 from polylane.commands.running.run_folder import RunFolder
 from polylane.commands.running.run_options import complete_options, open_folder
 from polylane.errors import PolylaneError
@@ -93,6 +94,8 @@ def _complete_options(request: TrainRequest, launch: Launch) -> TrainRequest:
     if request.epochs is not None and request.steps is not None:
         raise PolylaneError("--epochs and --steps exclude each other: give one of them")
     inputs.check_positive("--clip-norm", request.clip_norm)
+    request.goals.build()
+    request.goals.build_best()
     return complete_options(request, launch)
 
 
@@ -113,4 +116,19 @@ def _claim_folder(request: TrainRequest, folder: RunFolder, launch: Launch) -> I
         request = replace(request, model_path=folder.model)
         if launch.is_first:
             request = prepare_checkpoints(request, folder.path, say_at_once, folder.continues)
+            _refuse_earlier_best(request, folder)
         yield request
+
+
+def _refuse_earlier_best(request: TrainRequest, folder: RunFolder) -> None:
+    """Refuse to keep the best checkpoints of a new run among those of an earlier one.
+
+    Raises:
+        PolylaneError: the run's folder has some.
+    """
+    begins = request.goals.keep_best is not None and request.resume_from is None
+    if begins and (steps := list_steps(str(folder.path / BEST))):
+        raise PolylaneError(
+            f"--run {folder.path}: {BEST}/ has checkpoints of an earlier run, up to step {steps[-1][0]}: move them "
+            "away, or choose another folder"
+        )

@@ -53,6 +53,7 @@ class TrainingOutcome:
         servers: number of dedicated parameter servers, which are the last workers.
         audit: what audits of its steps have found; None where they were off.
         test_metrics: the recipe's metrics over the test data at the end, by name.
+        stop_reason: why a callback has ended the training; empty where none has.
     """
 
     plan: str
@@ -77,6 +78,7 @@ class TrainingOutcome:
     stall_seconds: float = 0.0
     audit: AuditReport | None = None
     test_metrics: Mapping[str, float] = field(default_factory=dict)
+    stop_reason: str = ""
     timelines: Mapping[str, Timeline] = field(default_factory=dict)
     shares: Mapping[str, Any] = field(default_factory=dict)
 
@@ -96,6 +98,10 @@ class TestResult:
     loss: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+
+    def list_results(self) -> dict[str, float]:
+        """Return loss and metrics by name; empty where nothing was tested."""
+        return {} if self.loss is None else {"test_loss": self.loss, **self.metrics}
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the message of an epoch says of it."""

@@ -80,6 +80,7 @@ def finish_run(request: TrainRequest, folder: RunFolder, outcome: TrainingOutcom
         "train_loss": outcome.train_loss,
         "test_loss": outcome.test_loss,
         **({"metrics": dict(outcome.test_metrics)} if outcome.test_metrics else {}),
+        **({"stop_reason": outcome.stop_reason} if outcome.stop_reason else {}),
         "samples_per_second": outcome.samples_per_second,
         "utilization": outcome.timeline.utilization(),
         **({} if outcome.staleness is None else {"staleness": outcome.staleness}),
@@ -102,6 +103,8 @@ def _print_outcome(request: TrainRequest, folder: RunFolder, outcome: TrainingOu
         f"{format_plural(outcome.steps, 'step')} in {format_seconds(outcome.seconds)}: final loss "
         f"{outcome.loss:.4f}{test}"
     )
+    if outcome.stop_reason:
+        print_line(f"ended early: {outcome.stop_reason}")
     steps = outcome.timeline.notes["step"]
     print_line(
         f"{outcome.samples_per_second:,.0f} samples/s; {'step' if steps.isdecimal() else 'steps'} {steps} kept the "

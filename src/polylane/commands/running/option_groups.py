@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from polylane.callbacks.callback import Callback
+from polylane.callbacks.metric_rules import BestSteps, EarlyStopping, MetricRule, StopAtMetric
 from polylane.runtime.workers.stop_request import GRACE
 
 OnNan = Literal["stop", "warn"]
@@ -70,3 +72,48 @@ class WatchOptions:
 
     log: str = ""
     log_every: float = LOG_SECONDS
+
+
+@dataclass(frozen=True)
+class GoalOptions:
+    """The options for what is to be reached: each follows a result of the tests.
+
+    Attributes:
+        early_stop: text of --early-stop; None: not given.
+        stop_at: text of --stop-at; None: not given.
+        keep_best: text of --keep-best; None: not given.
+    """
+
+    early_stop: str | None = None
+    stop_at: str | None = None
+    keep_best: str | None = None
+
+    def build(self) -> list[Callback]:
+        """Return the callbacks that the options ask for.
+
+        Raises:
+            PolylaneError: an option has a wrong form.
+        """
+        callbacks = list[Callback]()
+        if self.early_stop is not None:
+            callbacks.append(EarlyStopping(MetricRule.parse("--early-stop", self.early_stop)))
+        if self.stop_at is not None:
+            callbacks.append(StopAtMetric(MetricRule.parse("--stop-at", self.stop_at)))
+        return callbacks
+
+    def build_best(self) -> BestSteps | None:
+        """Return the steps whose checkpoints are kept; None where that was not asked for.
+
+        Raises:
+            PolylaneError: the option has a wrong form.
+        """
+        return None if self.keep_best is None else BestSteps(MetricRule.parse("--keep-best", self.keep_best, default=1))
+
+    def list_rules(self) -> list[MetricRule]:
+        """Return the rules of all options.
+
+        Raises:
+            PolylaneError: an option has a wrong form.
+        """
+        options = {"--early-stop": self.early_stop, "--stop-at": self.stop_at, "--keep-best": self.keep_best}
+        return [MetricRule.parse(option, text, 1) for option, text in options.items() if text is not None]

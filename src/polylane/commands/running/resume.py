@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound="FolderRequest")
 
-FOLDER = "checkpoints"  # in a run's folder
+FOLDER, BEST = "checkpoints", "best"  # in a run's folder: the newest checkpoints, and the best ones
 
 
 class NothingLeft(PolylaneError):

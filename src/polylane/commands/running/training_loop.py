@@ -6,7 +6,7 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from polylane.commands.logs.goodput import PhaseClock
 from polylane.commands.logs.step_columns import StepColumns, count_tokens
 from polylane.commands.logs.step_log import StepLog, Tell, TestResult, TrainingOutcome, last_steps
 from polylane.commands.requests import TrainRequest
+from polylane.commands.running.open_callbacks import open_callbacks
 from polylane.commands.running.recipe_training import RecipeTraining
 from polylane.commands.running.resume import NothingLeft, check_same_run, describe_run, refuse_if_done
 from polylane.commands.running.start_message import begin_message
@@ -29,6 +30,7 @@ from polylane.diagnosis.page_layout import Phase
 from polylane.errors import AuditFailed, NotFinite, PolylaneError, format_plural
 from polylane.plan.plan import Plan
 from polylane.plan.plan_file import parse_plan
+from polylane.runtime.callbacks.callback_runner import CallbackRunner
 from polylane.runtime.checkpoint.load import LoadedCheckpoint
 from polylane.runtime.checkpoint.run_control import RunControl, parse_interval
 from polylane.runtime.checkpoint.save import Position
@@ -69,13 +71,15 @@ class RecipeLoop:
         self._job, self._training, self._prepared, self._tell = job, training, prepared, tell
         request = training.request
         columns = _open_columns(job, prepared)
+        self._callbacks = open_callbacks(job, training, prepared, tell, self._describe)
+        tell = self._callbacks.listen(tell)
         self._log = StepLog(tell, lambda: job.worker.slack, columns, NoiseLog(training.population))
         self._stops = request.on_nan == "stop"
         resumes = request.resume_from is not None
-        saved, changed = _load_checkpoint(job, training, self._log) if resumes else (None, [])
+        saved, changed = _load_checkpoint(job, training, self._log, self._callbacks) if resumes else (None, [])
         tell(begin_message(job, training, prepared, saved, self._log.loss, changed))
         self._audit = attach_audit(audits, job, partial(_tell_verdict, tell, request.audit))
-        self._control = _open_control(job, training, self._log, stop, tell)
+        self._control = _open_control(job, request, self._describe_with_callbacks, stop, tell)
         if columns is not None and (control := self._control) is not None:
             columns.stall_seconds = lambda: control.stall_seconds
         # To find the first operator, the detector runs a pass again; a run that goes on must not do that.
@@ -94,12 +98,16 @@ class RecipeLoop:
         job, log, epochs, control = self._job, self._log, self._training.epochs, self._control
         begin = self._start.epoch + 1
         job.world.progress.enter(Phase.TRAINING)
+        self._callbacks.start()
+        if self._callbacks.reason and self._training.request.resume_from is None:
+            raise PolylaneError(f"a callback has ended the training before its first step: {self._callbacks.reason}")
         for epoch in itertools.count(begin) if epochs is None else range(begin, epochs + 1):
-            if self._run_epoch(epoch) or log.launched == self._training.request.steps:
+            if self._callbacks.reason or self._run_epoch(epoch) or log.launched == self._training.request.steps:
                 break
         _refuse_no_steps(log, self._training.request, job)
+        self._callbacks.end()
         outcome = log.outcome(self._prepared.plan.spec, self._test.loss, stopped=self._stops)
-        outcome = replace(outcome, test_metrics=self._test.metrics)
+        outcome = replace(outcome, test_metrics=self._test.metrics, stop_reason=self._callbacks.reason)
         outcome = outcome if control is None else _save_last(control, outcome)
         outcome = _finish_outcome(job, self._training, self._prepared, log, outcome)
         job.world.progress.enter(Phase.ENDING)
@@ -124,7 +132,7 @@ class RecipeLoop:
                 return True
         means = log.epoch_means()
         self._tell({"kind": "epoch", "epoch": epoch, "step": log.launched, **means, **self._test.to_dict()})
-        return False
+        return self._callbacks.evaluate(epoch, {"train_loss": means["train_loss"], **self._test.list_results()})
 
     def _train_epoch(self, epoch: int) -> None:
         """Make the steps of an epoch, or as many as are left of the training."""
@@ -139,6 +147,20 @@ class RecipeLoop:
                 return
             if self._control is not None and self._control.agree():
                 return
+            if self._callbacks.agree():
+                return
+
+    def _describe(self) -> dict[str, Any] | None:
+        """Return facts about the run for a checkpoint; None where nobody should go on from this step."""
+        request, log = self._training.request, self._log
+        log.complete()
+        if request.on_nan == "stop" and log.stopped:
+            return None  # the weights have had an update by gradients that are not finite
+        return {**describe_run(request, sum(self._training.batch_sizes) or None), "log": log.state()}
+
+    def _describe_with_callbacks(self) -> dict[str, Any] | None:
+        facts = self._describe()
+        return None if facts is None else {**facts, "callbacks": self._callbacks.state_dict()}
 
     @property
     def _is_over(self) -> bool:
@@ -220,13 +242,16 @@ def _finish_outcome(
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> tuple[Plan, list[str]]:
+def _load_checkpoint(
+    job: Job, training: RecipeTraining, log: StepLog, callbacks: CallbackRunner
+) -> tuple[Plan, list[str]]:
     """Go on from the checkpoint that was found; a collective of all workers.
 
     Args:
         job: this worker's part in the training.
         training: the recipe's model and data, with the options.
         log: goes on with the checkpoint's losses.
+        callbacks: take over what the checkpoint keeps of them.
 
     Returns:
         The plan that it is of; and on rank 0 notes on what is another choice than in the checkpoint's run.
@@ -241,6 +266,7 @@ def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> tuple[
     loaded = job.load_checkpoint(request.resume_from, warn=changed.append)
     check_same_run(loaded.manifest.run, describe_run(request, sum(training.batch_sizes) or None), loaded.folder)
     resume_log(log, loaded)
+    callbacks.load_state_dict(loaded.manifest.run.get("callbacks") or {})
     refuse_if_done(loaded.folder, loaded.position, request.steps, training.epochs, sum(training.batch_sizes))
     return parse_plan(loaded.manifest.plan, "of the checkpoint"), changed
 
@@ -270,17 +296,12 @@ def resume_log(log: StepLog, loaded: LoadedCheckpoint) -> None:
         )
 
 
-def _open_control(job: Job, training: RecipeTraining, log: StepLog, stop: StopRequest, tell: Tell) -> RunControl | None:
+def _open_control(
+    job: Job, request: TrainRequest, describe: Callable[[], dict[str, Any] | None], stop: StopRequest, tell: Tell
+) -> RunControl | None:
     """Return this worker's part in agreeing on saves and the end; None where no checkpoints are asked for."""
-    request = training.request
     if request.saving.save_every is None or request.checkpoints is None:
         return None
-
-    def describe() -> dict[str, Any] | None:
-        log.complete()
-        if request.on_nan == "stop" and log.stopped:
-            return None  # the weights have had an update by gradients that are not finite
-        return {**describe_run(request, sum(training.batch_sizes) or None), "log": log.state()}
 
     def warn(sentence: str) -> None:
         tell({"kind": "warning", "text": sentence})

@@ -1,0 +1,78 @@
+"""Callback: methods that a training calls on every worker, with plain values; each may ask the training to end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class TrainingStatus:
+    """Where a training is, and the way to ask that it ends.
+
+    Attributes:
+        plan: the plan that is trained, in one line.
+        workers: number of workers that train.
+        rank: rank of this worker, from 0.
+        step: number of optimizer steps that were made.
+        epoch: number of the epoch, from 1; 0 before the first step.
+    """
+
+    plan: str
+    workers: int
+    rank: int
+    step: int = 0
+    epoch: int = 0
+    _reason: str = field(default="", repr=False)
+
+    def stop(self, reason: str) -> None:
+        """Ask that the training ends, as if it had made its last step; all workers end at the same step.
+
+        It is enough if one worker asks. Called in ``on_step_end``, workers agree about it every half second.
+
+        Args:
+            reason: why, as the training's last line says it.
+        """
+        self._reason = self._reason or reason or "a callback asked for it"
+
+    @property
+    def stop_reason(self) -> str:
+        """Why this worker asks that the training ends; empty where it does not."""
+        return self._reason
+
+
+class Callback:
+    """Base of callbacks: a subclass overrides the methods that it needs.
+
+    All workers that train call them in the same order, with the same values but for times. Exceptions end the training.
+    """
+
+    def on_train_start(self, status: TrainingStatus) -> None:
+        """Called before the first step, also of a run that was resumed, after :meth:`load_state_dict`."""
+
+    def on_step_end(self, status: TrainingStatus, step: Mapping[str, Any]) -> None:
+        """Called for every step, some steps later, when its loss is known.
+
+        Args:
+            status: the training, some steps further.
+            step: what ``metrics.jsonl`` has of the step: its number, loss, samples, seconds, learning rate, ...
+        """
+
+    def on_evaluate_end(self, status: TrainingStatus, results: Mapping[str, float]) -> None:
+        """Called after each epoch's test; without test data after each epoch.
+
+        Args:
+            status: the training, after the epoch's last step.
+            results: ``train_loss`` of the epoch, ``test_loss``, and the recipe's metrics by name.
+        """
+
+    def on_train_end(self, status: TrainingStatus) -> None:
+        """Called after the last step and its test, before the weights are saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs of this callback, as plain values that JSON has: checkpoints keep it."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` has returned, in the run that the checkpoint is of."""
