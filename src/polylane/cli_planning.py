@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from polylane.cli_options import Batch, Json, Recipe, Set
+from polylane.commands.learning.advise_request import AdviseRequest
 from polylane.commands.requests import PlanRequest, ProbeRequest, RecipeRequest, SimulateRequest, build_request
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     # Registered here and not by decorators: the application is in cli.py, which imports this module.
-    for command in (probe, simulate, plan):
+    for command in (probe, simulate, plan, advise):
         app.command()(command)
 
 
@@ -246,5 +247,43 @@ def plan(
     """
     request = build_request(PlanRequest, locals())
     from polylane.commands import plan as command
+
+    command.run(request)
+
+
+def advise(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of polylane train.", show_default=False)],
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster", metavar="CLUSTER", help="Devices to compare for, as for polylane plan. Default: this machine."
+        ),
+    ] = None,
+    workers: _MostWorkers = None,
+    batches: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--batches",
+            metavar="B",
+            min=1,
+            help="Batch size to compare. Repeatable. Default: the run's, times powers of two from 1/4 to 32.",
+        ),
+    ] = None,
+    plan: _Fixed = None,
+    dtype: _Dtype = None,
+    json: Json = False,
+) -> None:
+    """Compare batch sizes at the gradient noise scale of a run: throughput, statistical efficiency, learning rate.
+
+    For each batch size, searches the fastest plan and multiplies its predicted throughput by what a sample of such a
+    batch is worth. The run may still be training. See docs/efficiency.md.
+
+    \b
+    Examples:
+      polylane advise run/digits
+      polylane advise run/gpt --cluster 8:a100-80g --dtype bfloat16
+    """
+    request = build_request(AdviseRequest, locals())
+    from polylane.commands.learning import advise as command
 
     command.run(request)

@@ -110,6 +110,7 @@ def data(split, samples=22, fault=""):
 """
 FILES = {
     "plan.yaml",
+    "run.json",
     "metrics.jsonl",
     "goodput.json",
     "timeline.json",

@@ -106,7 +106,6 @@ def test_the_interval_is_honest_where_batches_resemble_each_other() -> None:
         means, covariance = draws.mean(axis=0), np.cov(draws, rowvar=False) / 200
         turned = np.array([[100, 10], [10, 1]]) * covariance[::-1, ::-1]
         interval = fieller_interval((40 + 10 * means[1], 4 + means[0]), turned, 1.96)
-        assert interval is not None
         plain += interval[0] <= 10 <= interval[1]
     assert 0.92 <= covered / 300 <= 0.97 and plain / 300 < 0.75
 
@@ -125,7 +124,8 @@ def test_not_enough_data_yet() -> None:
     generator = np.random.default_rng(0)
     noisy = [NoiseEstimate(0.1 + float(g), 5.0) for g in generator.normal(size=50)]
     scale = measure_noise_scale(noisy)
-    assert (scale.scale, scale.low, scale.high) == (None, None, None) and scale.batches == 50
+    assert (scale.scale, scale.high) == (None, None) and scale.batches == 50
+    assert scale.low is not None and 5 < scale.low < 50
     assert measure_noise_scale([]).scale is None and measure_noise_scale([]).batches == 0
     assert measure_noise_scale([NoiseEstimate(1.0, 5.0)] * 7).scale is None
     assert measure_noise_scale([NoiseEstimate(1.0, 5.0)] * 8).scale == 5.0
@@ -165,11 +165,13 @@ def test_a_window_in_which_gradients_shrink() -> None:
 def test_fieller_is_the_set_of_ratios_within_the_errors() -> None:
     means, covariance = (40.0, 4.0), np.array([[9.0, 0.5], [0.5, 0.25]])
     interval = fieller_interval(means, covariance, 1.96)
-    assert interval is not None
     for ratio in interval:
         error = math.sqrt(covariance[0, 0] - 2 * ratio * covariance[0, 1] + ratio**2 * covariance[1, 1])
         assert abs(means[0] - ratio * means[1]) == pytest.approx(1.96 * error)
-    assert fieller_interval((40.0, 0.5), covariance, 1.96) is None
+    low, high = fieller_interval((40.0, 0.5), covariance, 1.96)
+    error = math.sqrt(covariance[0, 0] - 2 * low * covariance[0, 1] + low**2 * covariance[1, 1])
+    assert math.isinf(high) and 40 - low * 0.5 == pytest.approx(1.96 * error) and low > 0
+    assert fieller_interval((0.5, 0.1), covariance, 1.96) == (-math.inf, math.inf)
 
 
 def test_autocorrelation_time_of_an_autoregressive_process() -> None:

@@ -43,7 +43,8 @@ class NoiseScale:
         batches: number of batches that are averaged.
         effective: number of independent batches that would tell as much.
         scale: S / 𝒢², in samples; None: not enough data yet, 𝒢² is within two standard errors of 0.
-        low, high: ends of the 95% interval of the scale; None without a scale.
+        low, high: ends of its 95% interval; without a scale there is no high one, and a low one only if all that is
+            known is that the scale is above it.
     """
 
     gradient: float
@@ -113,22 +114,23 @@ def measure_noise_scale(estimates: Iterable[NoiseEstimate]) -> NoiseScale:
     inflation = autocorrelation_time(pairs[:, 0] - ratio * pairs[:, 1])
     effective = count / inflation
     covariance = np.cov(pairs, rowvar=False) / effective
-    unknown = NoiseScale(gradient, max(spread, 0.0), count, effective)
-    if gradient <= 2 * math.sqrt(covariance[1, 1]):
-        return unknown
-    interval = fieller_interval((spread, gradient), covariance, _quantile(effective - 1))
-    if interval is None:
-        return unknown
-    scale, low, high = (max(value, 0.0) for value in (ratio, *interval))
-    return NoiseScale(gradient, max(spread, 0.0), count, effective, scale, low, high)
+    low, high = fieller_interval((spread, gradient), covariance, _quantile(effective - 1))
+    bounded = NoiseScale(
+        gradient, max(spread, 0.0), count, effective, low=max(low, 0.0) if math.isfinite(low) else None
+    )
+    if gradient <= 2 * math.sqrt(covariance[1, 1]) or math.isinf(high):
+        return bounded
+    return replace(bounded, scale=max(ratio, 0.0), high=max(high, 0.0))
 
 
 def fieller_interval(
     means: tuple[float, float], covariance: NDArray[np.float64], quantile: float
-) -> tuple[float, float] | None:
-    """Return Fieller's interval for the ratio of two means; None where it is not bounded.
+) -> tuple[float, float]:
+    """Return Fieller's interval for the ratio of two means, a positive one over one that may be near 0.
 
-    Those ratios r belong to it for which numerator - r · denominator is within ``quantile`` standard errors of 0.
+    Those ratios r belong to it for which numerator - r · denominator is within ``quantile`` standard errors of 0. Where
+    the denominator may be 0, they are all above some ratio (and negative ones): the upper end is infinite then; and the
+    lower one as well where the numerator may be 0, too.
 
     Args:
         means: numerator and denominator of the ratio.
@@ -139,10 +141,12 @@ def fieller_interval(
     a = denominator**2 - square * covariance[1, 1]
     b = numerator * denominator - square * covariance[0, 1]
     c = numerator**2 - square * covariance[0, 0]
-    if a <= 0:
-        return None
-    root = math.sqrt(max(b * b - a * c, 0.0))
-    return float((b - root) / a), float((b + root) / a)
+    if a <= 0 and c <= 0:
+        return -math.inf, math.inf
+    # Of both roots the one that does not cancel, and the other by their product.
+    sum_ = b + math.copysign(math.sqrt(max(b * b - a * c, 0.0)), b)
+    roots = sorted((c / sum_ if sum_ else 0.0, sum_ / a if a else math.inf))
+    return (float(roots[0]), float(roots[1])) if a > 0 else (float(roots[1]), math.inf)
 
 
 def autocorrelation_time(values: Sequence[float] | NDArray[np.float64]) -> float:

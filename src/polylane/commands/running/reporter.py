@@ -73,7 +73,7 @@ class Reporter:
         """Begin a run, or an attempt at it, whose workers are ready for their first step."""
         resumed_at, plan = message["resumed_at"], message["spec"]
         earlier = self._place.begin(resumed_at, message["resumed_loss"], message["resumed_own"])
-        self._place.plan(message["plan"])
+        self._place.plan(message["plan"], message.get("options"))
         self._ledger.begin(plan, message["workers"], resumed_at, earlier)
         folder = self._place.path
         self._loggers.begin(RunFacts(folder.name, folder, plan, message["workers"], resumed_at, self._options))

@@ -33,12 +33,12 @@ from polylane.observe.swimlane import render as swimlane
 from polylane.observe.timeline import Timeline
 
 MODEL = "model.safetensors"
-METRICS = "metrics.jsonl"
-GOODPUT = "goodput.json"
+METRICS, GOODPUT = "metrics.jsonl", "goodput.json"
 WHY = "why.json"
 
 # All files of a run, in the order in which they are renamed: the weights first, since they are worth the most.
-NAMES = (MODEL, "plan.yaml", METRICS, GOODPUT, "timeline.json", "timelines.json", "trace.json", "swimlane.html")
+PICTURES = ("timeline.json", "timelines.json", "trace.json", "swimlane.html")
+NAMES = (MODEL, "plan.yaml", "run.json", METRICS, GOODPUT, *PICTURES)
 ALL_NAMES = (*NAMES, WHY)  # with that of a run that did not end well
 
 UNFINISHED = "unfinished"  # name of the folder in which a run writes while an earlier run's files are there
@@ -215,10 +215,12 @@ class RunFolder:
             self._has_begun = True
         return goodput
 
-    def plan(self, text: str) -> None:
-        """Write the plan into plan.yaml."""
+    def plan(self, text: str, options: Mapping[str, Any] | None = None) -> None:
+        """Write the plan into plan.yaml, and the options of a recipe's run into run.json."""
         with self._starting("plan.yaml is that of an earlier attempt"):
             _replace_text(self._at / "plan.yaml", text)
+            if options is not None:
+                _replace_text(self._at / "run.json", dump_json(dict(options)))
 
     def metric(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl, at once. Where that fails and the run goes on, later lines are lost, too."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from polylane.commands.learning.finished_steps import RunOptions
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.recipe_training import RecipeTraining
 from polylane.commands.running.resumed_microbatches import note_other_microbatches
@@ -41,6 +42,7 @@ def begin_message(
         "kind": "begin",
         "plan": plans.dump(prepared.plan),
         "spec": prepared.plan.spec,
+        "options": _describe_options(training, prepared.plan),
         "workers": prepared.plan.processes,
         "device": str(job.world.device.type),
         "steps": total,
@@ -57,6 +59,14 @@ def begin_message(
             *_note_short_epoch(training),
         ],
     }
+
+
+def _describe_options(training: RecipeTraining, plan: Plan) -> dict[str, Any]:
+    """Return what run.json says of the run, from which it may be predicted again."""
+    request = training.request
+    return RunOptions(
+        request.recipe, request.settings, request.batch, request.seed, plan.processes, training.population
+    ).to_dict()
 
 
 def _is_own_checkpoint(request: TrainRequest) -> bool:
