@@ -1,4 +1,4 @@
-"""Commands of the command line that run a training, and tell what became of it: train, export, why."""
+"""Commands of the command line that run a training, and tell what became of it: train, export, report, why."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from polylane.cli_options import Batch, ClipNorm, Json, Plan, Recipe, Seed, Set
 from polylane.commands.learning_rates import LearningRateOptions
 from polylane.commands.requests import (
     ExportRequest,
+    ReportRequest,
     RunRequest,
     TrainRequest,
     WhyRequest,
@@ -26,7 +27,7 @@ from polylane.commands.running.option_groups import GoalOptions, SavingOptions, 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     # Registered here and not by decorators: the application is in cli.py, which imports this module.
-    for command in (train, run, export, why):
+    for command in (train, run, export, report, why):
         app.command()(spread_groups(command))
 
 
@@ -160,6 +161,41 @@ def export(
     """
     request = build_request(ExportRequest, locals())
     from polylane.commands import export as command
+
+    command.run(request)
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN [RUN]", help="Folder of a run, or of two.", show_default=False),
+    ],
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Page to write. Default: RUN/report.html; of two runs, report-A-B.html."),
+    ] = None,
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Serve the page on this machine, behind a random token, and update it."),
+    ] = False,
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="Port of --serve. 0: any that is free.")
+    ] = 0,
+) -> None:
+    """Write the page of a run: its verdict, swimlanes, where the time went, curves, memory, plan.
+
+    The page is one file that loads nothing. Training writes it at the end of a run; this command writes it for a run
+    that is under way, failed, or is older. What the folder lacks is said on the page. Two runs are shown beside each
+    other, on the same axes.
+
+    \b
+    Examples:
+      polylane report run/digits
+      polylane report run/digits --serve
+      polylane report run/digits run/digits-2 --html compare.html
+    """
+    request = build_request(ReportRequest, {**locals(), "runs": tuple(runs)})
+    from polylane.commands.reporting import report_command as command
 
     command.run(request)
 

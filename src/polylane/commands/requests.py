@@ -185,6 +185,23 @@ class ExportRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportRequest:
+    """The options of ``polylane report``.
+
+    Attributes:
+        runs: folders of one run, or of two that are compared.
+        html: the page that is written; None: the folder's own, or one in the current folder for two runs.
+        serve: whether the page is served and updated instead.
+        port: that it is served on; 0: any that is free.
+    """
+
+    runs: tuple[Path, ...]
+    html: Path | None = None
+    serve: bool = False
+    port: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class WhyRequest:
     """The options of ``polylane why``.
 

@@ -1,0 +1,185 @@
+"""Run files: a run's folder, read as far as it goes: what an old, a failed or a running run lacks is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polylane.commands.running.run_folder import UNFINISHED, WHY
+from polylane.diagnosis import report_file
+from polylane.errors import PolylaneError
+from polylane.observe.timeline import Timeline
+
+LARGEST_BYTES = 512 << 20  # of one file that is read
+# Of the steps that a run keeps, the order in which they are offered.
+KEPT = ("typical", "slowest", "first", "last")
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a run's folder says.
+
+    Attributes:
+        path: the folder that the user named.
+        folder: where the files are: below ``path`` while an earlier run's files are there.
+        steps: lines of steps, the latest of each number, in order of their numbers.
+        epochs: lines of epochs, in order.
+        attempts: what each attempt said when it began.
+        checkpoints: one entry for each that was saved.
+        audits: verdicts of steps that were made again.
+        end: what the run said at its end; None: it has not ended, or not well.
+        timelines: of kept steps, by what each is: typical, slowest, first, last.
+        predicted: what was predicted before it began; empty where nothing was.
+        plan: text of plan.yaml; "" where there is none.
+        failure: one sentence on why it stood still or failed; "" where it did not.
+        missing: sentences on what the folder lacks.
+    """
+
+    path: Path
+    folder: Path
+    steps: Sequence[Line] = ()
+    epochs: Sequence[Line] = ()
+    attempts: Sequence[Line] = ()
+    checkpoints: Sequence[Line] = ()
+    audits: Sequence[Line] = ()
+    end: Line | None = None
+    timelines: Mapping[str, Timeline] = field(default_factory=dict)
+    predicted: Line = field(default_factory=dict)
+    plan: str = ""
+    failure: str = ""
+    missing: Sequence[str] = ()
+
+
+def read_mapping(value: Any) -> Mapping[str, Any]:
+    """Return a value of a file that should be an object; an empty one where it is none."""
+    return value if isinstance(value, dict) else {}
+
+
+def find_folder(path: Path) -> Path:
+    """Return the folder that a run's files are in: where an earlier run's stay until this one has ended well, below."""
+    return path / UNFINISHED if (path / UNFINISHED / "metrics.jsonl").is_file() else path
+
+
+def read_run(path: Path) -> RunFiles:
+    """Return what a run's folder says.
+
+    Raises:
+        PolylaneError: there is no such folder, or no file of a run in it.
+    """
+    if not path.is_dir():
+        raise PolylaneError(f"{path} is no folder of a run")
+    folder = find_folder(path)
+    missing: list[str] = []
+    lines = _read_metrics(folder / "metrics.jsonl", missing)
+    timelines = _read_timelines(folder, missing)
+    predicted = _read_object(folder / "predicted.json", "what was predicted of the run", missing)
+    plan = _read_text(folder / "plan.yaml") or str(predicted.get("plan_yaml", ""))
+    if folder != path:
+        missing.append(
+            f"this is the run in {folder.name}/: it has not ended well, or not yet; the folder has an earlier one"
+        )
+    failure = _read_failure(folder / WHY)
+    if not (lines["step"] or timelines or plan or failure):
+        raise PolylaneError(f"{path} has no files of a run: neither metrics.jsonl, nor plan.yaml, nor a timeline")
+    steps = {line["step"]: line for line in lines["step"]}
+    return RunFiles(
+        path,
+        folder,
+        [steps[number] for number in sorted(steps)],
+        lines["epoch"],
+        [line["attempt"] for line in lines["attempt"]],
+        [line["checkpoint"] for line in lines["checkpoint"]],
+        [line["audit"] for line in lines["audit"]],
+        next((line["end"] for line in reversed(lines["end"])), None),
+        timelines,
+        predicted,
+        plan,
+        failure,
+        missing,
+    )
+
+
+def _read_metrics(path: Path, missing: list[str]) -> dict[str, list[Line]]:
+    """Return the lines of metrics.jsonl by their kind; what cannot be read, such as half a last line, is left out."""
+    lines: dict[str, list[Line]] = {kind: [] for kind in ("step", "epoch", "attempt", "checkpoint", "audit", "end")}
+    text, unread = _read_text(path), 0
+    if not text:
+        missing.append("metrics.jsonl is not there or empty: there are no curves")
+    for row in text.splitlines():
+        try:
+            line = json.loads(row)
+        except (ValueError, RecursionError):
+            unread += 1
+            continue
+        kind = _kind_of(line)
+        if kind:
+            lines[kind].append(line)
+        else:
+            unread += 1
+    if unread:
+        missing.append(f"{unread} of the lines of metrics.jsonl could not be read")
+    return lines
+
+
+def _kind_of(line: Any) -> str:
+    """Return the kind of a line; "" for what is none."""
+    if not isinstance(line, dict):
+        return ""
+    for kind in ("attempt", "checkpoint", "audit", "end"):
+        if isinstance(line.get(kind), dict):
+            return kind
+    if not isinstance(line.get("step"), int):
+        return ""
+    return "epoch" if "train_loss" in line or "test_loss" in line else "step"
+
+
+def _read_timelines(folder: Path, missing: list[str]) -> dict[str, Timeline]:
+    """Return the timelines of the steps that were kept; of an older run the one that there is."""
+    data, sentence = _read_object(folder / "timelines.json", "", []), ""
+    steps = data.get("steps")
+    steps = steps if isinstance(steps, dict) else {}
+    if not steps and (single := _read_object(folder / "timeline.json", "", [])):
+        steps = {"typical": single}
+    timelines: dict[str, Timeline] = {}
+    for name in (*KEPT, *(name for name in steps if name not in KEPT)):
+        try:
+            if isinstance(steps.get(name), dict):
+                timelines[name] = Timeline.from_dict(steps[name])
+        except (ValueError, TypeError, KeyError) as error:
+            sentence = f"the timeline of the {name} step cannot be read: {error}"
+    if sentence or not timelines:
+        missing.append(sentence or "no timeline was written: no step is drawn, and it is not told where its time went")
+    return timelines
+
+
+def _read_object(path: Path, subject: str, missing: list[str]) -> dict[str, Any]:
+    """Return the object in a JSON file; empty where there is none, which is said if it has a subject."""
+    try:
+        data = json.loads(_read_text(path) or "{}")
+    except (ValueError, RecursionError):
+        data = {}
+    if subject and not (isinstance(data, dict) and data):
+        missing.append(f"{path.name} is not there: {subject} is not known")
+    return data if isinstance(data, dict) else {}
+
+
+def _read_failure(path: Path) -> str:
+    try:
+        return report_file.from_dict(json.loads(_read_text(path) or "{}")).sentence
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of a file; "" where there is none, or none of a size that anybody writes."""
+    try:
+        if not path.is_file() or path.stat().st_size > LARGEST_BYTES:
+            return ""
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

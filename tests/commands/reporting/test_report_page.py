@@ -1,0 +1,191 @@
+"""The page of a run, as a file: what is on it, what it says is missing, how large it is, and that nothing escapes."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from polylane.cli import app
+from polylane.commands.reporting import curves
+from polylane.commands.reporting.page_lanes import MOST_RANKS, count_traffic
+from polylane.commands.reporting.report_page import build_page, write_report
+from polylane.commands.reporting.run_files import read_run
+from polylane.commands.reporting.verdict import describe_changes, describe_verdict, rate_batches
+from polylane.efficiency.batch_rules import adascale_gain
+from polylane.errors import PolylaneError
+from tests.support.runs import write_run
+
+HOSTILE = """</script><script>alert(1)</script><img src=x onerror=alert(2)> {{data}} ' " & \u2028"""
+
+
+def data_of(page: str) -> Any:
+    found = re.search(r'<script type="text/plain" id="data">([^<]*)</script>', page)
+    assert found
+    return json.loads(gzip.decompress(base64.b64decode(found[1])))
+
+
+def test_the_page_has_all_parts_of_a_run(tmp_path: Path) -> None:
+    page = write_report(write_run(tmp_path / "run"))
+    (run,) = data_of(page.read_text())["runs"]
+    assert run["state"] == "ended" and run["verdict"].startswith("2.9 times one device on 4") and run["missing"] == []
+    assert [picture["key"] for picture in run["pictures"]] == ["typical", "slowest", "first", "last"]
+    assert run["predicted"] and run["theory"] and run["pictures"][0]["headline"].endswith("the typical step")
+    assert {"loss", "metrics", "learning_rate", "gradient_norm", "noise", "throughput"} <= run["charts"].keys()
+    assert run["events"] == [{"step": 30, "text": "resumed at step 30, 4 workers, plan changed to data=2,pipeline=2"}]
+    assert run["memory"]["measured"] == [(1 << 28) + rank * (1 << 20) for rank in range(4)]
+    assert len(run["memory"]["predicted"]) == 4 and run["goodput"]["wall"] == 100
+    assert {kind for kind, _ in run["traffic"]} >= {"gradients between replicas", "values to other stages"}
+    assert sum(size for _, size in run["traffic"]) == sum(run["pictures"][0]["sent"])
+    for row in run["pictures"][0]["account"]:
+        assert sum(row[1:4]) + sum(row[4].values()) == pytest.approx(run["pictures"][0]["lanes"]["extent"], rel=1e-4)
+    assert run["stages"][0]["sends"] and "stages: 2" in run["plan_text"]
+
+
+def test_ten_thousand_steps_on_64_ranks_are_less_than_half_a_megabyte(tmp_path: Path) -> None:
+    page = write_report(write_run(tmp_path / "run", steps=10_000, stages=8, replicas=8, microbatches=16))
+    assert page.stat().st_size < 500_000
+    (run,) = data_of(page.read_text())["runs"]
+    assert "10,000 steps" in run["downsampled"]
+    picture = run["pictures"][0]
+    assert len(picture["lanes"]["lanes"]) <= MOST_RANKS and len(picture["account"]) == 64
+    assert "of 64 ranks are drawn" in picture["left_out"]
+    drawn = {stage for lane in picture["lanes"]["lanes"] for stage in lane["main"][3::14]}
+    assert drawn == set(range(8))  # some rank of every stage
+    assert all(len(line["x"]) <= curves.MOST_POINTS for chart in run["charts"].values() for line in chart.values())
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000), st.integers(4, 60))
+def test_a_thinned_curve_keeps_its_ends_and_its_highest_and_lowest(values: list[float], limit: int) -> None:
+    steps, kept = curves.thin(([float(n) for n in range(len(values))], values), limit)
+    assert len(kept) <= max(limit, 4) and steps == sorted(set(steps))
+    assert (kept[0], kept[-1], min(kept), max(kept)) == (values[0], values[-1], min(values), max(values))
+    assert all(values[int(step)] == value for step, value in zip(steps, kept, strict=True))
+
+
+def test_every_word_of_the_users_is_data(tmp_path: Path) -> None:
+    page = write_report(write_run(tmp_path / "run", name=HOSTILE)).read_text()
+    assert "alert(" not in page and page.count("<script") == 4
+    (run,) = data_of(page)["runs"]
+    assert run["recipe"] == HOSTILE and HOSTILE in run["charts"]["metrics"]
+    folder = tmp_path / "<b>&'name"
+    assert "<title>&lt;b&gt;&amp;&#x27;name · polylane</title>" in build_page([write_run(folder)])
+
+
+def test_the_page_forbids_the_network_and_other_scripts(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    for is_live, connect in ((False, "connect-src 'none'"), (True, "connect-src 'self'")):
+        page = build_page([folder], is_live)
+        policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+        assert policy and "default-src 'none'" in policy[1] and connect in policy[1]
+        assert policy[1].count("'sha256-") == 3 and "script-src 'unsafe-inline'" not in policy[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("metrics.jsonl",), "no curves"),
+        (("timelines.json",), "no step is drawn"),
+        (("predicted.json",), "what was predicted"),
+        (("predicted.json", "timelines.json", "plan.yaml"), "no step is drawn"),
+    ],
+)
+def test_what_a_folder_lacks_is_said(tmp_path: Path, names: tuple[str, ...], words: str) -> None:
+    folder = write_run(tmp_path / "run")
+    for name in names:
+        (folder / name).unlink()
+    (run,) = data_of(build_page([folder]))["runs"]
+    assert any(words in sentence for sentence in run["missing"])
+
+
+def test_an_older_run_has_a_page(tmp_path: Path) -> None:
+    """It has one timeline, and lines with a loss alone."""
+    folder = write_run(tmp_path / "run")
+    steps = json.loads((folder / "timelines.json").read_text())["steps"]
+    (folder / "timelines.json").unlink()
+    (folder / "timeline.json").write_text(json.dumps(steps["last"]))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "epoch": 1, "loss": null}\n{"step": 2, "loss": 1.5}\n{"st')
+    (folder / "predicted.json").unlink()
+    (run,) = data_of(build_page([folder]))["runs"]
+    assert run["charts"]["loss"]["loss"] == {"x": [2], "y": [1.5]} and len(run["pictures"]) == 1
+    assert "computing" in run["verdict"] and any("1 of the lines" in words for words in run["missing"])
+    assert run["stages"] == [{"stage": 0, "ranks": [0, 1, 2, 3]}, {"stage": 1, "ranks": [0, 1, 2, 3]}]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timelines.json", "predicted.json", "why.json", "plan.yaml"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", "null", '{"steps": 3}', '{"stages": 7, "memory": {}, "changes": [1]}', "\x00"]
+)
+def test_a_file_of_anything_is_no_traceback(tmp_path: Path, name: str, content: str) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / name).write_text(content)
+    assert data_of(build_page([folder]))["runs"]
+
+
+def test_no_run_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(PolylaneError, match=r"no folder of a run|no files of a run"):
+            read_run(path)
+
+
+def test_the_run_that_is_under_way_is_shown_in_place_of_the_one_before(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_run(folder / "unfinished", steps=20)
+    (folder / "unfinished" / "model.safetensors").unlink()
+    run = read_run(folder)
+    assert len(run.steps) == 20 and any("earlier" in words for words in run.missing)
+
+
+def test_a_verdict_of_measured_shares_where_the_run_has_none(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    lines = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"end"' not in line]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    verdict = describe_verdict(read_run(folder))
+    assert verdict.startswith("3 times one device, as predicted, on 4; ") and "% computing" in verdict
+
+
+def test_changes_are_computed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    sentences = describe_changes(read_run(folder))
+    assert "Twice as many microbatches (8): 1.14 times as fast, simulated (pipeline=2,microbatches=8)." in sentences
+    row = {"step": 100, "computing": 0.5, "waiting": 0.3, "waiting_for": {"3": 0.3}, "loading": 0.2}
+    with (folder / "metrics.jsonl").open("w") as file:
+        file.write("\n".join(json.dumps({**row, "step": step}) for step in range(3)))
+    sentences = describe_changes(read_run(folder))
+    assert sentences[0].startswith("No waits for rank 3: up to 1.43 times as fast")
+    assert any(words.startswith("Data that is not there when a step needs it: 20%") for words in sentences)
+
+
+def test_batches_are_rated_by_the_noise_scale(tmp_path: Path) -> None:
+    rated = rate_batches(read_run(write_run(tmp_path / "run")))
+    assert (rated["scale"], rated["batch"]) == (300, 64)
+    now = next(row for row in rated["rows"] if row[0] == 64)
+    assert now[1:] == [1] * 6
+    double = next(row for row in rated["rows"] if row[0] == 128)
+    assert double[1] == pytest.approx(1 / adascale_gain(300, 128, 64), rel=1e-3)
+
+
+def test_bytes_are_counted_once(tmp_path: Path) -> None:
+    timeline = read_run(write_run(tmp_path / "run")).timelines["typical"]
+    assert sum(size for _, size in count_traffic(timeline)) == sum(timeline.sent())
+
+
+def test_the_command_writes_the_page_of_one_run_or_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=80)
+    runner = CliRunner()
+    assert runner.invoke(app, ["report", "a"]).output == "a/report.html\n"
+    assert runner.invoke(app, ["report", "a", "b"]).output == "report-a-b.html\n"
+    assert [run["name"] for run in data_of((tmp_path / "report-a-b.html").read_text())["runs"]] == ["a", "b"]
+    assert runner.invoke(app, ["report", "a", "--html", "page.html"]).exit_code == 0 and Path("page.html").exists()
+    for arguments in (["report", "nothing"], ["report", "a", "b", "a"]):
+        result = runner.invoke(app, arguments)
+        assert result.exit_code == 2 and isinstance(result.exception, SystemExit | PolylaneError)
