@@ -97,7 +97,7 @@ def test_a_script_prints_what_it_prints_alone(scripts: Path) -> None:
     assert execute(scripts, line)[0] == plain
     assert {file.name for file in scripts.glob("rank-*")} == {"rank-None", "rank-0", "rank-1"}
     run = scripts / "run/two"
-    assert {file.name for file in run.iterdir()} == FILES - {"model.safetensors", "run.json"}
+    assert {file.name for file in run.iterdir()} == FILES - {"model.safetensors", "run.json", "predicted.json"}
     steps, _ = metrics(run)
     assert [step["step"] for step in steps] == [1, 2] and {step["learning_rate"] for step in steps} == {0.1}
     assert f"epoch 1: loss {steps[1]['loss']:.9f}" in plain

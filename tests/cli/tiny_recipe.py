@@ -113,6 +113,7 @@ FILES = {
     "run.json",
     "metrics.jsonl",
     "goodput.json",
+    "predicted.json",
     "timeline.json",
     "timelines.json",
     "swimlane.html",

@@ -17,7 +17,7 @@ from polylane.commands.running.option_groups import LOG_SECONDS
 from polylane.errors import format_plural
 
 RATE_STEPS = 20  # number of the last steps over which samples/s are averaged
-_WORDS = ("step", "loss", "rate", "left")
+_WORDS = ("step", "loss", "metric", "rate", "waiting", "left")
 
 
 class _Pace:
@@ -27,15 +27,22 @@ class _Pace:
         self._steps = steps
         self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS)
         self._first: tuple[int, float] | None = None  # number of the first step, and when its message came
+        self._waiting = ""  # share of the workers' time, in the latest step that was observed
+        self.metric = ""  # of the latest test
 
     def words(self, step: dict[str, Any]) -> dict[str, str]:
-        """Return the step as words: its number, the loss, samples/s, the time left."""
-        self._recent.append((step["samples"], step["seconds"]))
+        """Return the step as words: number, loss, latest metric, samples or tokens a second, waiting, time left."""
+        counted = "tokens" if "tokens" in step else "samples"
+        self._recent.append((step[counted], step["seconds"]))
+        if "computing" in step:
+            self._waiting = f"{step.get('waiting', step.get('communicating', 0.0)):.0%} waiting"
         samples, elapsed = (sum(column) for column in zip(*self._recent, strict=True))
         return {
             "step": _number_of_total("step", step["step"], self._steps),
             "loss": f"loss {step['loss']:.4f}",
-            "rate": f"{samples / elapsed:,.0f} samples/s",
+            "metric": self.metric,
+            "rate": f"{samples / elapsed:,.0f} {counted}/s",
+            "waiting": self._waiting,
             "left": self._left(step["step"]),
         }
 
@@ -80,6 +87,9 @@ class Lines:
 
     def epoch(self, message: dict[str, Any]) -> None:
         """Print the result of an epoch."""
+        tested = {"test loss": message["test_loss"], **message.get("metrics", {})}
+        name, value = list(tested.items())[len(tested) > 1]
+        self._pace.metric = "" if value is None else f"{name} {value:.4f}"
         self.say(_epoch_line(message, self._epochs))
 
     def say(self, line: str) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from polylane.commands import user_inputs as inputs
 from polylane.commands.progress import NoLines
@@ -48,7 +49,7 @@ def run(request: RunRequest) -> None:
         with script.explain_end(), open_reporter(folder, NoLines(), request, launch.is_first) as reporter:
             end = script.start(request, workers, reporter)
         if launch.is_first and end.outcome is not None:
-            _finish_files(folder, end.outcome)
+            _finish_files(folder, end.outcome, reporter.judge(end.outcome))
     if stop.number == signal.SIGINT:
         raise Stopped(signal.SIGINT, "a checkpoint was saved")
     if not end.code and not end.is_prepared and request.plan is not None:
@@ -61,14 +62,13 @@ def run(request: RunRequest) -> None:
         sys.exit(end.code)
 
 
-def _finish_files(folder: RunFolder, outcome: TrainingOutcome) -> None:
+def _finish_files(folder: RunFolder, outcome: TrainingOutcome, goodput: Mapping[str, Any]) -> None:
     """Put the run's files in their place, and say on stderr what they are: stdout is the script's."""
     folder.timelines(outcome.timeline, outcome.timelines)
     folder.finish()
     files = ", ".join(Path(file).name for file in folder.files().values())
-    steps, busy = format_plural(outcome.steps, "step"), outcome.timeline.utilization()
-    audit = f"{outcome.audit}; " if outcome.audit is not None else ""
-    say_at_once(f"{steps}; {audit}the workers were busy {busy:.1%} of the time of a step; {folder.path}/: {files}")
+    parts = [format_plural(outcome.steps, "step"), outcome.audit, goodput["verdict"], f"{folder.path}/: {files}"]
+    say_at_once("; ".join(str(part) for part in parts if part))
 
 
 def check_script(path: str) -> None:

@@ -74,7 +74,7 @@ def run(request: TrainRequest) -> None:
                 # 5. Start.
                 outcome = training.start()
             if launch.is_first:
-                finish_run(request, folder, outcome)
+                finish_run(request, folder, outcome, reporter.judge(outcome))
             else:
                 raise_if_stopped(folder, outcome)
             ended_early = outcome.ended_early

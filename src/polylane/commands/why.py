@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+from polylane.commands.logs.file_names import UNFINISHED, WHY
 from polylane.commands.printing import console, format_duration, make_table, print_json, write_text
 from polylane.commands.requests import WhyRequest
-from polylane.commands.running.run_folder import UNFINISHED, WHY
 from polylane.diagnosis import report_file
 from polylane.diagnosis.report import HangReport
 from polylane.errors import PolylaneError

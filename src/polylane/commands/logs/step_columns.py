@@ -69,7 +69,7 @@ class StepColumns:
             speed = step_flops(graph) * result.samples / max(graph.samples, 1) / seconds
             columns |= {"flops_per_second": speed, "device_share": speed / (self._rate * len(facts))}
         if result.step:  # what the first step takes is no measure of the others
-            self._add_up(columns)
+            self._add_up(columns | {"seconds": seconds})
         return {name: value for name, value in columns.items() if not (isinstance(value, float) and math.isnan(value))}
 
     def _describe_time(self, result: LoggedStep, facts: Sequence[WorkerFacts], seconds: float) -> dict[str, Any]:
@@ -97,13 +97,13 @@ class StepColumns:
 
     def _add_up(self, columns: dict[str, Any]) -> None:
         self._count += 1
-        for name in (*SHARES, "communicating", "loading"):
+        for name in (*SHARES, "communicating", "loading", "seconds"):
             self._sums[name] += columns.get(name, 0.0)
         for rank, share in columns.get("waiting_for", {}).items():
             self._waits[int(rank)] += share
 
     def means(self) -> dict[str, Any]:
-        """Return the mean shares of all observed steps but the first; empty where there were none."""
+        """Return the mean shares of all observed steps but the first, and their mean duration; empty without any."""
         if not self._count:
             return {}
         shares = {name: total / self._count for name, total in self._sums.items() if total}

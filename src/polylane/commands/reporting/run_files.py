@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from polylane.commands.running.run_folder import UNFINISHED, WHY
+from polylane.commands.logs.file_names import UNFINISHED, WHY
 from polylane.diagnosis import report_file
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Timeline

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from polylane.commands.logs.goodput import describe_goodput
 from polylane.commands.printing import format_count, format_seconds, print_json, print_line
 from polylane.commands.progress import describe_test
 from polylane.errors import PolylaneError, format_plural
@@ -43,13 +44,14 @@ def _describe_anomaly(outcome: TrainingOutcome, at: tuple[int, int]) -> str:
     return f"the loss was {outcome.bad_loss} at step {at[0]} (epoch {at[1]})"
 
 
-def finish_run(request: TrainRequest, folder: RunFolder, outcome: TrainingOutcome) -> None:
+def finish_run(request: TrainRequest, folder: RunFolder, outcome: TrainingOutcome, goodput: Mapping[str, Any]) -> None:
     """Put the run's files in place of an earlier run's, and print what it has come to.
 
     Args:
         request: the options of the command line.
         folder: folder of the run, which this process has written.
         outcome: what the workers have come to.
+        goodput: where the time of the run went, with its verdict, see :meth:`.Reporter.judge`.
 
     Raises:
         PolylaneError: the loss was not finite, the weights were not saved, or the last checkpoint was not.
@@ -88,16 +90,19 @@ def finish_run(request: TrainRequest, folder: RunFolder, outcome: TrainingOutcom
         "bytes_a_step": list(outcome.traffic),
         **({"checkpoint_stall": outcome.stall_seconds} if request.saves_checkpoints else {}),
         **({} if outcome.audit is None else {"audit": asdict(outcome.audit)}),
+        "goodput": dict(goodput),
         "run": str(folder.path),
         "files": files,
     }
     if request.json:
         print_json(summary)
     else:
-        _print_outcome(request, folder, outcome, [Path(file).name for file in files.values()])
+        _print_outcome(request, folder, outcome, goodput)
 
 
-def _print_outcome(request: TrainRequest, folder: RunFolder, outcome: TrainingOutcome, names: Sequence[str]) -> None:
+def _print_outcome(
+    request: TrainRequest, folder: RunFolder, outcome: TrainingOutcome, goodput: Mapping[str, Any]
+) -> None:
     test = describe_test(outcome.test_loss, outcome.test_metrics)
     print(
         f"{format_plural(outcome.steps, 'step')} in {format_seconds(outcome.seconds)}: final loss "
@@ -105,12 +110,8 @@ def _print_outcome(request: TrainRequest, folder: RunFolder, outcome: TrainingOu
     )
     if outcome.stop_reason:
         print_line(f"ended early: {outcome.stop_reason}")
-    steps = outcome.timeline.notes["step"]
-    print_line(
-        f"{outcome.samples_per_second:,.0f} samples/s; {'step' if steps.isdecimal() else 'steps'} {steps} kept the "
-        f"workers busy {outcome.timeline.utilization():.1%} of the time{_describe_traffic(outcome)}, "
-        f"see {folder.path / 'swimlane.html'}"
-    )
+    speed = f"{outcome.samples_per_second:,.0f} samples/s{_describe_traffic(outcome)}"
+    print_line(f"{speed}; a step is drawn in {folder.path / 'swimlane.html'}")
     for line in sync_traffic_lines(outcome.traffic, len(outcome.traffic) - outcome.servers):
         print(line)
     if request.saves_checkpoints:
@@ -120,7 +121,10 @@ def _print_outcome(request: TrainRequest, folder: RunFolder, outcome: TrainingOu
         print_line(str(outcome.audit))
     if outcome.staleness:
         print(_describe_staleness(outcome.staleness))
-    print_line(f"{folder.path}/: {', '.join(names)}")
+    if goodput["verdict"]:
+        print_line(goodput["verdict"])
+    print_line(describe_goodput(goodput))
+    print_line(f"{folder.path}/: {', '.join(Path(file).name for file in folder.files().values())}")
 
 
 def _tell_early_end(request: TrainRequest, folder: RunFolder, outcome: TrainingOutcome) -> None:
@@ -195,4 +199,4 @@ def sync_traffic_lines(traffic: Sequence[Mapping[str, float]], training: int) ->
 
 def _describe_traffic(outcome: TrainingOutcome) -> str:
     sent = sum(outcome.timeline.sent())
-    return f" and sent {format_count(sent, 'B')}" if sent else ""
+    return f", {format_count(sent, 'B')} sent in a step" if sent else ""

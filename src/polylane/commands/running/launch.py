@@ -118,12 +118,15 @@ class HostTraining(HostLaunch):
         self._start_method = choose_start_method()
         if self._start_method == "fork":
             from polylane.commands.running.recipe_training import load_materials
+            from polylane.inspection.predicted_run import predict_run
             from polylane.runtime.workers.threads import limit_to_one_thread
 
             limit_to_one_thread()
             # Before the fork, so that workers share the memory of the data, and a wrong recipe is reported once.
             self._training = load_materials(self._request)
             self._take(self._plan)
+            assert self._compiled is not None
+            reporter.predicted = predict_run(self._training.problem, self._compiled, sys.argv)
         fewest, max_workers = self._request.fewest_workers, self._plan.processes
         if fewest is not None and fewest < max_workers:
             from polylane.commands.running.fewer_workers import describe_fewer, plan_fewer
@@ -247,6 +250,8 @@ class JoinedTraining:
         from polylane.commands.running.worker import compile_together
 
         self._worker = compile_together(request, world)
+        if self._launch.is_first:
+            reporter.predicted = self._worker.predict_run()
 
     def start(self) -> TrainingOutcome:
         """Train, and return the outcome; a collective."""

@@ -8,7 +8,9 @@ from dataclasses import fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from polylane.commands.logs.file_names import GOODPUT, PREDICTED
 from polylane.commands.logs.goodput import GoodputLedger, find_process_start
+from polylane.commands.logs.verdict import describe_verdict
 from polylane.commands.progress import Lines
 from polylane.commands.running.run_folder import RunFolder
 from polylane.errors import PolylaneError, WorkerFailed, WorkerHung
@@ -17,6 +19,7 @@ from polylane.loggers.logger import LoggerGroup, RunFacts
 from polylane.output import say_at_once
 
 if TYPE_CHECKING:
+    from polylane.commands.logs.step_log import TrainingOutcome
     from polylane.commands.requests import FolderRequest
     from polylane.diagnosis.report import HangReport
     from polylane.runtime.progress_page import ProgressMemory
@@ -33,6 +36,9 @@ class Reporter:
         display: what shows the progress of the steps.
         loggers: receive the numbers of the run as well; None: there are none.
         options: the options of the command line that were given, for the loggers.
+
+    Attributes:
+        predicted: what is predicted of the run, see :func:`.predict_run`; None where nothing is.
     """
 
     def __init__(
@@ -46,14 +52,17 @@ class Reporter:
         self._display = display
         self._loggers, self._options = loggers or LoggerGroup({}, say_at_once), options or {}
         self._ledger = GoodputLedger(find_process_start())
+        self.predicted: dict[str, Any] | None = None
 
     def __call__(self, rank: int, message: dict[str, Any]) -> None:
         content = {key: value for key, value in message.items() if key != "kind"}
         if message["kind"] == "begin":
             self._begin(message)
+        elif message["kind"] == "predicted":
+            self.predicted = message["run"]
         elif message["kind"] == "time":
             self._ledger.update(**content)
-            self._place.goodput(self._ledger.to_dict())
+            self._place.write(GOODPUT, self._ledger.to_dict())
         elif message["kind"] == "testing":
             self._display.testing(message)
         elif message["kind"] == "warning":
@@ -74,6 +83,8 @@ class Reporter:
         resumed_at, plan = message["resumed_at"], message["spec"]
         earlier = self._place.begin(resumed_at, message["resumed_loss"], message["resumed_own"])
         self._place.plan(message["plan"], message.get("options"))
+        if self.predicted is not None:
+            self._place.write(PREDICTED, self.predicted)
         self._ledger.begin(plan, message["workers"], resumed_at, earlier)
         folder = self._place.path
         self._loggers.begin(RunFacts(folder.name, folder, plan, message["workers"], resumed_at, self._options))
@@ -85,10 +96,13 @@ class Reporter:
         self._loggers.log(tested, content["step"], "test")
         self._loggers.log({"epoch_loss": content["train_loss"]}, content["step"], "train")
 
-    @property
-    def goodput(self) -> dict[str, Any]:
-        """Where the time of the run went so far, see :meth:`.GoodputLedger.to_dict`."""
-        return self._ledger.to_dict()
+    def judge(self, outcome: TrainingOutcome) -> dict[str, Any]:
+        """Return where the time of the run went, with its verdict in one line, and write it into the folder."""
+        alone = None if self.predicted is None else self.predicted["one_device_seconds"]
+        workers = len(outcome.traffic) - outcome.servers if outcome.traffic else outcome.timeline.ranks
+        goodput = {**self._ledger.to_dict(), "verdict": describe_verdict(outcome.shares, workers, alone)}
+        self._place.write(GOODPUT, goodput)
+        return goodput
 
     def pause(self) -> None:
         """Take the progress off the screen: workers are forked again, and a bar has a thread, as loggers have."""

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from polylane.commands.logs.file_names import GOODPUT, METRICS, MODEL, PREDICTED, UNFINISHED, WHY
 from polylane.commands.logs.metrics_file import (
     MetricsFile,
     belongs_to_checkpoint,
@@ -32,16 +33,11 @@ from polylane.errors import PolylaneError
 from polylane.observe.swimlane import render as swimlane
 from polylane.observe.timeline import Timeline
 
-MODEL = "model.safetensors"
-METRICS, GOODPUT = "metrics.jsonl", "goodput.json"
-WHY = "why.json"
-
 # All files of a run, in the order in which they are renamed: the weights first, since they are worth the most.
 PICTURES = ("timeline.json", "timelines.json", "trace.json", "swimlane.html")
-NAMES = (MODEL, "plan.yaml", "run.json", METRICS, GOODPUT, *PICTURES)
+NAMES = (MODEL, "plan.yaml", "run.json", METRICS, GOODPUT, PREDICTED, *PICTURES)
 ALL_NAMES = (*NAMES, WHY)  # with that of a run that did not end well
 
-UNFINISHED = "unfinished"  # name of the folder in which a run writes while an earlier run's files are there
 ATTEMPT = ".attempt"  # name of the note in a folder of torchrun's workers: who started them, and where they write
 
 
@@ -228,20 +224,20 @@ class RunFolder:
             with self._going_on("the metrics from here on are lost"):
                 self._metrics.append(dump_json(line))
 
-    def goodput(self, ledger: Mapping[str, Any]) -> None:
-        """Write where the time of the run went, in place of what was written before.
+    def write(self, name: str, data: Mapping[str, Any]) -> None:
+        """Write a file of facts about the run, in place of what was written before.
 
         Where that fails, what was written before stays: a disk that is full is told of with the next metrics.
         """
         with suppress(OSError):
-            _replace_text(self._at / GOODPUT, dump_json(ledger))
+            _replace_text(self._at / name, dump_json(data))
 
-    def timelines(self, timeline: Timeline, kept: Mapping[str, Timeline]) -> None:
+    def timelines(self, timeline: Timeline, shown: Mapping[str, Timeline]) -> None:
         """Write the timeline of a typical step, as data and as pictures, and those of all steps that are kept."""
         with self._going_on("the timeline is lost"):
             self._at.mkdir(parents=True, exist_ok=True)  # it may have been removed during the training
             _replace_text(self._at / "timeline.json", dump_json(timeline.to_dict()))
-            steps = {name: step.to_dict() for name, step in kept.items()}
+            steps = {name: step.to_dict() for name, step in shown.items()}
             _replace_text(self._at / "timelines.json", dump_json({"steps": steps}))
             _replace_text(self._at / "trace.json", dump_json(swimlane.perfetto(timeline)))
             _replace_text(self._at / "swimlane.html", swimlane.html(timeline))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from polylane.commands.running.resumed_microbatches import keep_microbatches
 from polylane.commands.running.training_loop import RecipeLoop
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.inspection.memory_prediction import with_predicted_memory
+from polylane.inspection.predicted_run import predict_run
 from polylane.runtime.progress_page import ProgressMemory, ProgressWriter
 from polylane.runtime.workers.forked_child import end_forked_children
 from polylane.runtime.workers.out_of_memory import OutOfMemory, out_of_memory
@@ -42,6 +44,10 @@ class TrainingWorker:
     compiled: CompiledTraining
     world: World
     is_forked: bool = False
+
+    def predict_run(self) -> dict[str, Any]:
+        """Return what is predicted of the run, see :func:`.predicted_run.predict_run`."""
+        return predict_run(self.training.problem, self.compiled, sys.argv)
 
     @end_forked_children()
     def train(self, tell: Tell) -> TrainingOutcome:
@@ -89,6 +95,8 @@ def run_started_worker(
     serves = compiled is not None and rank >= compiled[1].plan.workers
     world = replace(context.world, progress=ProgressWriter(pages[rank], rank, serves=serves))
     worker = TrainingWorker(*compiled, world, True) if compiled is not None else compile_together(request, world)
+    if compiled is None and rank == 0:  # else the launcher has predicted it
+        context.send_message({"kind": "predicted", "run": worker.predict_run()})
     return worker.train(context.send_message if rank == 0 else ignore)
 
 

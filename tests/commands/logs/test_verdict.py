@@ -1,0 +1,43 @@
+"""Verdicts: one line that says how fast a run was, what its workers did, and for whom they waited."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from polylane.commands.logs.verdict import describe_verdict
+
+SHARES: dict[str, Any] = {"computing": 0.61, "bubble": 0.22, "waiting": 0.12, "moving": 0.05, "seconds": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "workers", "alone", "line"),
+    [
+        (
+            {"waiting_for": {3: 0.11, 1: 0.01}},
+            4,
+            0.29,
+            "2.9 times one device on 4; 61% computing, 22% bubble, 12% waiting for rank 3, 5% moving bytes",
+        ),
+        (
+            {"waiting_for": {3: 0.07, 1: 0.05}},
+            4,
+            None,
+            "61% computing, 22% bubble, 12% waiting, most for rank 3, 5% moving bytes",
+        ),
+        (
+            {"waiting_for": {0: 0.06, 1: 0.06}, "loading": 0.5},
+            2,
+            None,
+            "30% computing, 50% waiting for data, 11% bubble, 6% waiting, 2% moving bytes",
+        ),
+        ({"waiting": 0.0, "moving": 0.0, "bubble": 0.0}, 1, 0.1, "61% computing"),
+    ],
+)
+def test_a_verdict_in_words(changes: dict[str, Any], workers: int, alone: float | None, line: str) -> None:
+    assert describe_verdict(SHARES | changes, workers, alone) == line
+
+
+def test_without_an_observed_step_there_is_none() -> None:
+    assert describe_verdict({}, 2, 0.1) == ""
