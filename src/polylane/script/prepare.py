@@ -33,6 +33,7 @@ from polylane.script.resuming.loader import LoopObserver, follow_loader
 from polylane.script.resuming.shared_saves import share_saves
 from polylane.script.session import RANK_VARIABLE, current_session
 from polylane.script.start import read_plan
+from polylane.script.whole_metrics import keep_metrics_whole
 from polylane.verify.audit import AuditMode
 
 T = TypeVar("T")
@@ -142,6 +143,7 @@ def open_loop(
     _agree_on_random_numbers(world)
     share_saves(world)
     record_functions()
+    keep_metrics_whole()
     torch.compiler.set_stance("force_eager")  # what the script has compiled would not be recorded
     return loop
 

@@ -55,6 +55,7 @@ from polylane.script.training import (
     TapeRun,
     Training,
 )
+from polylane.script.whole_metrics import keep_metrics_whole
 from polylane.verify.audit import AuditMode
 from polylane.verify.audit.passes_audit import PassesAudit
 
@@ -278,6 +279,7 @@ class TapeRunner:
         for position, result in enumerate(outputs):
             result.call.runs[result.position] = run.select(position), position
         run.forget_outputs()
+        keep_metrics_whole()  # imported since the last run, it may be
         for call in calls:
             call.has_run = True
             self.written_lines.setdefault(call.line, False)
