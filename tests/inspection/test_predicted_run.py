@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from polylane.commands.reporting import predicted_run
 from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
+from polylane.inspection import predicted_run
 from polylane.inspection.predicted_run import predict_run
 from polylane.observe.time_account import account_time
 from polylane.observe.timeline import Timeline
