@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,6 +154,22 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise PolylaneError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole: an earlier one is replaced when the new one is complete.
+
+    Raises:
+        OSError: the file cannot be written; it has the path of the file itself.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def format_count(number: float, unit: str = "") -> str:
