@@ -75,6 +75,15 @@ WorkersOrRange = Annotated[
 Batch = Annotated[
     int, typer.Option("--batch", metavar="B", min=1, max=2**30, help="Number of samples in a batch, over all workers.")
 ]
+TrainBatch = Annotated[
+    str,
+    typer.Option(
+        "--batch",
+        metavar="B|auto",
+        help="Number of samples in a batch, over all workers. auto, auto:FIRST or auto:FIRST:LARGEST: begin with FIRST "
+        "(64) and follow the gradient noise, the learning rate along.",
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Keyword argument passed to the recipe's functions. Repeatable."),

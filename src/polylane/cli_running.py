@@ -10,8 +10,8 @@ import typer
 
 from polylane import cli_options as options
 from polylane.cli_groups import spread_groups
-from polylane.cli_options import Batch, ClipNorm, Json, Plan, Recipe, Seed, Set
-from polylane.commands.learning_rates import LearningRateOptions
+from polylane.cli_options import ClipNorm, Json, Plan, Recipe, Seed, Set
+from polylane.commands.learning_rates import LearningRateOptions, parse_batch
 from polylane.commands.requests import (
     ExportRequest,
     ReportRequest,
@@ -38,7 +38,7 @@ def train(
     plan: Plan = None,
     epochs: options.Epochs = None,
     steps: options.Steps = None,
-    batch: Batch = 64,
+    batch: options.TrainBatch = "64",
     run: options.RunFolder = None,
     saving: SavingOptions,
     seed: Seed = 0,
@@ -61,8 +61,8 @@ def train(
     """Train a recipe's model on N workers.
 
     Writes plan.yaml, metrics.jsonl (one line per step), model.safetensors (loads into the plain model), the timeline of
-    one step (timeline.json, swimlane.html, trace.json for ui.perfetto.dev), report.html and checkpoints/ to DIR. Files
-    of an earlier run are replaced when the run succeeds; until then it writes to DIR/unfinished.
+    one step (timeline.json, swimlane.html, trace.json for ui.perfetto.dev) and checkpoints/ to DIR. Files of an earlier
+    run are replaced when the run succeeds; until then it writes to DIR/unfinished.
 
     Exit codes: 1 if a worker failed, 2 for invalid input, 130 after Ctrl-C, 128 plus the signal number after SIGTERM,
     SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU. With --save-every or --max-restarts, such a signal saves a checkpoint first,
@@ -78,13 +78,13 @@ def train(
     """
     from polylane.commands import train as command
 
-    fewest, maximum = workers or (None, None)
-    shared: dict[str, Any] = {"recipe": recipe, "batch": batch, "settings": tuple(settings or ()), "seed": seed}
+    (fewest, maximum), (size, largest) = workers or (None, None), parse_batch(batch)
+    shared: dict[str, Any] = {"recipe": recipe, "batch": size, "settings": tuple(settings or ()), "seed": seed}
     split: dict[str, Any] = {"workers": maximum, "plan": plan, "clip_norm": clip_norm, "json": json, "audit": audit}
     length: dict[str, Any] = {"epochs": epochs, "steps": steps, "drop_last": drop_last, "run_folder": run}
     request = TrainRequest(
         **(shared | split | length | {"fewest_workers": fewest, "on_nan": on_nan}),
-        rates=LearningRateOptions(batch, optimizer, lr, scale_lr, base_batch, warmup, noise),
+        rates=LearningRateOptions(size, optimizer, lr, scale_lr, base_batch, warmup, noise, largest),
         saving=replace(saving, max_restarts=default_restarts(saving.max_restarts, workers)),
         trouble=trouble,
         watch=watch,

@@ -98,7 +98,7 @@ def test_one_worker_trains_to_the_same_weights(trained: tuple[dict[str, Any], st
     out, err = execute(folder, line)
     assert "final loss" in out
     assert "samples/s" in out
-    assert "run/one/report.html" in out
+    assert "run/one/swimlane.html" in out
     assert err == ""
     one, four = (load_file(run / "model.safetensors") for run in (folder / "run/one", trained[2]))
     for name, value in one.items():
@@ -234,3 +234,27 @@ def test_train_writes_the_gradient_noise(folder: Path) -> None:
     )
     execute(folder, f"{line} --noise off --run run/quiet")
     assert not any("noise" in step for step in metrics(folder / "run/quiet")[0])
+
+
+def test_a_batch_that_follows_the_noise(folder: Path) -> None:
+    """An epoch has every sample once, whatever its batches; a resumed run goes on with the batch of its checkpoint."""
+    line = "train tiny.py --workers 2 --plan data=2 --batch auto:4:16 --set samples=240 --set lr=0.02 --run run/grown"
+    execute(folder, f"{line} --epochs 2 --save-every 20")
+    steps, _ = metrics(folder / "run/grown")
+    assert [sum(step["samples"] for step in steps if step["epoch"] == epoch) for epoch in (1, 2)] == [240, 240]
+    changes = [
+        step["batch"] for step in map(json.loads, (folder / "run/grown/metrics.jsonl").open()) if "batch" in step
+    ]
+    sizes = {change["step"]: change["size"] for change in changes}
+    assert all(
+        steps[step]["samples"] in (size, 240 - sum(s["samples"] for s in steps[:step]) % 240)
+        for step, size in sizes.items()
+    )
+    for change in changes:
+        rate = steps[change["step"]]["learning_rate"] / steps[0]["learning_rate"] / 0.9 ** change["step"]
+        assert rate == pytest.approx(change["rate_factor"])
+    execute(folder, f"{line} --epochs 3 --resume auto")
+    resumed, _ = metrics(folder / "run/grown")
+    assert sum(step["samples"] for step in resumed if step["epoch"] == 3) == 240
+    largest = max([4, *sizes.values()])
+    assert resumed[len(steps)]["samples"] == (changes[-1]["size"] if changes else 4) <= largest

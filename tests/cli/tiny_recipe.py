@@ -117,7 +117,6 @@ FILES = {
     "timeline.json",
     "timelines.json",
     "swimlane.html",
-    "report.html",
     "trace.json",
     "model.safetensors",
 }

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
-from polylane.optim import scale_rates, scaled, scaled_optimizer
+from polylane.optim import scale_rates, scaled, scaled_optimizer, warmup
+from polylane.optim.rates import multiply_rates
 
 
 def sgd(parameters: Any, lr: Any = 0.1) -> torch.optim.Optimizer:
@@ -82,3 +83,39 @@ def test_what_is_refused(arguments: Any, says: str) -> None:
     for call in (lambda *a: scaled(0.1, *a), lambda *a: scaled_optimizer(sgd, *a)):
         with pytest.raises(PolylaneError, match=says):
             call(*arguments)
+
+
+@pytest.mark.parametrize("kind", ["none", "lambda", "cosine", "exponential", "warmup"])
+def test_rates_are_multiplied_in_the_midst_of_a_schedule(kind: str) -> None:
+    """From then on they are the factor times what they would have been."""
+    from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR
+
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        kinds: dict[str, Any] = {
+            "lambda": lambda: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+            "cosine": lambda: CosineAnnealingLR(optimizer, 20),
+            "exponential": lambda: ExponentialLR(optimizer, 0.9),
+            "warmup": lambda: warmup(optimizer, 6, after=LambdaLR(optimizer, lambda step: 1 / (1 + step))),
+        }
+        return kinds[kind]() if kind != "none" else None
+
+    series = []
+    for factor in (1.0, 3.0):
+        optimizer, seen = sgd(parameters()), []
+        scheduler = schedule(optimizer)
+        for step in range(12):
+            if step == 4:
+                multiply_rates(optimizer, [] if scheduler is None else [scheduler], factor)
+            seen.append(rates(optimizer)[0])
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+        series.append(seen)
+    assert series[1] == pytest.approx([rate * (1 if step < 4 else 3) for step, rate in enumerate(series[0])])
+
+
+def test_schedules_of_absolute_rates_are_refused() -> None:
+    optimizer = sgd(parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10)
+    with pytest.raises(PolylaneError, match="OneCycleLR sets rates that cannot be multiplied"):
+        multiply_rates(optimizer, [schedule], 2.0)

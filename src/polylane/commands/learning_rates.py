@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 LargeBatch = Literal["lars", "lamb"]
 RateRule = Literal["linear", "sqrt"]
+# Samples of a batch: the default, and the most.
+FIRST_BATCH, MOST = 64, 2**30
+
 NoiseMode = Literal["auto", "on", "off"]
 
 # LARS multiplies its rate by a trust ratio with a coefficient of 0.001. Parameters without that ratio (biases, norms)
@@ -39,6 +42,8 @@ class LearningRateOptions:
         warmup: number of steps in which learning rates rise to their full value.
         noise: whether the gradient noise is measured: "on" in every step, "auto" in as many as 2% of the time allow,
             and not where the plan does not allow it.
+        largest_batch: number of samples up to which the batch may grow with the noise; 0: as far as the data allow;
+            None: it stays as it is.
 
     Raises:
         PolylaneError: one of two options that go together is missing, or a rate is not positive and finite.
@@ -51,6 +56,7 @@ class LearningRateOptions:
     base_batch: int | None = None
     warmup: int = 0
     noise: NoiseMode = "auto"
+    largest_batch: int | None = None
 
     def __post_init__(self) -> None:
         why = "say which batch the rates are for, and how they grow"
@@ -58,6 +64,11 @@ class LearningRateOptions:
         _refuse_one_alone("--optimizer", self.optimizer, "--lr", self.lr, "a recipe's own optimizer has its own rate")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise PolylaneError(f"--lr must be above 0, not {self.lr:g}")
+
+    @property
+    def noise_mode(self) -> NoiseMode:
+        """Whether the gradient noise is measured; in every step where the batch follows it."""
+        return self.noise if self.largest_batch is None else "on"
 
     def apply_to(self, recipe: Recipe) -> Recipe:
         """Return the recipe with this optimizer and these learning rates."""
@@ -72,6 +83,30 @@ class LearningRateOptions:
         if self.warmup:
             recipe = replace(recipe, scheduler=warmed_scheduler(recipe.scheduler, self.warmup))
         return recipe
+
+
+def parse_batch(text: str) -> tuple[int, int | None]:
+    """Read ``--batch``: a number; or ``auto``, ``auto:FIRST`` or ``auto:FIRST:LARGEST`` of a batch that grows.
+
+    Returns:
+        Samples of the first steps, and those up to which the batch may grow: 0 as far as it may, None not at all.
+
+    Raises:
+        PolylaneError: it is none of these.
+    """
+    word, *numbers = text.split(":")
+    if word != "auto":
+        word, numbers = "", [text]
+    if len(numbers) > (2 if word else 1) or not all(
+        n.isascii() and n.isdigit() and 0 < int(n) <= MOST for n in numbers
+    ):
+        raise PolylaneError(
+            f"Invalid value for '--batch': must be a number, auto, auto:FIRST or auto:FIRST:LARGEST, not {text!r}"
+        )
+    sizes = [int(number) for number in numbers]
+    if sizes[1:] and sizes[1] < sizes[0]:
+        raise PolylaneError(f"--batch {text}: the largest batch is smaller than the first one")
+    return (sizes or [FIRST_BATCH])[0], (sizes[1] if sizes[1:] else 0) if word else None
 
 
 def _large_batch(name: str, lr: float, parameters: Any) -> torch.optim.Optimizer:

@@ -7,13 +7,20 @@ Scaling is linear or by the square root. A warm-up is a linear rise over the fir
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CyclicLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 from polylane.errors import PolylaneError
 
@@ -80,6 +87,37 @@ def _build_scaled_optimizer(
     return optimizer
 
 
+def multiply_rates(optimizer: torch.optim.Optimizer, schedulers: Iterable[Any], factor: float) -> None:
+    """Multiply the rates of an optimizer in the midst of a training, and those that its schedulers will set.
+
+    Schedulers go on counting steps as before.
+
+    Args:
+        optimizer: optimizer whose groups have rates.
+        schedulers: of this optimizer, those that step it.
+        factor: by which all rates are multiplied.
+
+    Raises:
+        PolylaneError: a scheduler is made of others, each with rates of its own; or sets absolute ones.
+    """
+    schedulers = list(schedulers)
+    for scheduler in schedulers:
+        if isinstance(scheduler, SequentialLR | ChainedScheduler | OneCycleLR | CyclicLR):
+            raise PolylaneError(
+                f"a {type(scheduler).__name__} sets rates that cannot be multiplied in the midst of a training: take "
+                "one schedule, such as LambdaLR or CosineAnnealingLR"
+            )
+    for group in optimizer.param_groups:
+        for key in ("lr", "initial_lr"):
+            if key in group:
+                group[key] = group[key] * factor  # not in place: groups may share a tensor
+    for scheduler in schedulers:
+        if isinstance(scheduler, Warmup):
+            scheduler.multiply(factor)
+        elif hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+
+
 def _scaling_factor(batch: int, base_batch: int, rule: str) -> float:
     if rule not in get_args(Rule):
         raise PolylaneError(f"rule={rule!r} is not known: the learning rate is scaled by {' or '.join(get_args(Rule))}")
@@ -107,6 +145,13 @@ class Warmup(LRScheduler):
     def factor(self, step: int) -> float:
         """Return the rate of a step (0, 1, ...) as a fraction of the schedule's."""
         return 1.0 if step >= self.steps else self.start + (1 - self.start) * step / self.steps
+
+    def multiply(self, factor: float) -> None:
+        """Multiply the rates that it sets, and those of the schedule behind it, whose optimizer's are multiplied."""
+        self.base_lrs = [rate * factor for rate in self.base_lrs]
+        self._schedule = [rate * factor for rate in self._schedule]
+        if self._after is not None and hasattr(self._after, "base_lrs"):
+            self._after.base_lrs = [rate * factor for rate in self._after.base_lrs]
 
     def get_lr(self) -> list[float | Tensor]:
         # Called by LRScheduler once at construction (step 0) and once for each step after: the wrapped scheduler is

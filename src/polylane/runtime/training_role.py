@@ -256,6 +256,11 @@ class TrainingRole:
         parts, replicas = self._prepared.microbatches_of(samples), len(program.replicas)
         return compute_shares(samples, parts, replicas, program.replica, program.takes_turns) or (PADDING,)
 
+    def scale_rates(self, factor: float) -> None:
+        """Multiply all learning rates of this worker's optimizers; all workers call it between the same two steps."""
+        for update in self._updates.values():
+            update.scale_rates(factor)
+
     def optimizer_of(self, name: str) -> Any:
         return as_given(self._updates[name].optimizer)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from torch import nn
 
 from polylane.commands.learning.noise_log import NoiseLog, check_noise
+from polylane.compile.objectives import build_objectives
 from polylane.efficiency.noise_estimates import NoiseEstimate, estimate_noise, population_noise
 from polylane.efficiency.noise_window import NoiseWindow
 from polylane.errors import PolylaneError
-from polylane.plan.plan import Plan
 from polylane.runtime.telemetry.noise_reading import NoiseReading
 from polylane.runtime.telemetry.part_layout import PartLayout
+from tests.support.workers.training import batch_of, classify, compiled, mlp, sgd
 
 
 @dataclass
@@ -58,9 +60,13 @@ def test_adam_has_a_column_of_its_own() -> None:
 
 
 def test_what_cannot_be_measured_is_refused_where_it_is_asked_for() -> None:
-    plan = Plan.model_validate(
-        {"stages": [{"nodes": ["first", "loss"], "devices": [0], "mesh": {}}], "microbatches": 1}
-    )
-    check_noise("auto", plan, False)
+    batch = batch_of(8)
+    objectives = build_objectives(classify, sgd, None)
+    prepared = compiled(mlp(6, 8, 4), objectives, batch, "data=1")
+    check_noise("auto", prepared)
     with pytest.raises(PolylaneError, match="--noise on: the batch's gradient is computed as one"):
-        check_noise("on", plan, False)
+        check_noise("on", prepared)
+    normalized = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
+    with pytest.raises(PolylaneError, match="a batch normalization, couples the samples of replicas"):
+        check_noise("on", compiled(normalized, objectives, batch, "data=2"))
+    check_noise("on", compiled(normalized, objectives, batch, "data=2,microbatches=2"))

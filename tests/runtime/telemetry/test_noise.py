@@ -278,14 +278,37 @@ def test_a_gpt_with_tied_embeddings(plan: str) -> None:
         assert numbers_of(readings) == [pytest.approx(pair, rel=1e-9) for pair in expected] and len(expected) == 2
 
 
-def test_normalization_by_statistics_of_the_batch() -> None:
-    """Parts are of one batch: their gradients are what it makes of them, under every plan the same."""
+@pytest.mark.parametrize("plan", ["data=2,microbatches=2", "pipeline=2,data=2,microbatches=2,shard=gradients"])
+def test_normalization_by_statistics_of_all_replicas_makes_microbatches_the_parts(plan: str) -> None:
+    model, batches = normalized(), [batch_of(SAMPLES, step) for step in range(2)]
+    expected = numbers_of(workers(lambda job: measure(job, batches), model, "microbatches=2", example=batches[0])[0])
+    for readings in workers(lambda job: measure(job, batches), model, plan, example=batches[0]):
+        assert numbers_of(readings) == [pytest.approx(pair, rel=1e-9) for pair in expected] and len(expected) == 2
+
+
+def normalized() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
-    batches = [batch_of(SAMPLES, step) for step in range(2)]
-    plans = ["data=2", "pipeline=2,data=2,microbatches=1"]
-    first, second = (workers(lambda job: measure(job, batches), model, p, example=batches[0])[0] for p in plans)
-    assert numbers_of(first) == [pytest.approx(pair, rel=1e-9) for pair in numbers_of(second)]
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def test_halves_of_a_normalized_batch_are_not_independent() -> None:
+    """Why replicas that share statistics are not compared: the estimate of |E G|² is too small, and negative here."""
+    torch.manual_seed(1)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, affine=False)).double()
+    estimates, gradients = [], []
+    parameters = list(model.parameters())
+    for seed in range(2000):
+        inputs, labels = batch_of(SAMPLES, seed)
+        halves = F.cross_entropy(model(inputs), labels, reduction="none").view(2, 6).mean(dim=1)
+        parts = [
+            torch.cat([g.flatten() for g in torch.autograd.grad(half, parameters, retain_graph=True)])
+            for half in halves
+        ]
+        gradients.append(torch.stack(parts).mean(dim=0))
+        squares = [part.square().sum().item() for part in parts]
+        estimates.append(estimate_noise(squares, [6, 6], gradients[-1].square().sum().item()).gradient)
+    mean, error = torch.tensor(estimates).mean(), torch.tensor(estimates).std() / 2000**0.5
+    assert mean + 4 * error < 0 < torch.stack(gradients).mean(dim=0).square().sum()
 
 
 def test_hooks_on_parameters_change_updates_and_not_the_noise() -> None:

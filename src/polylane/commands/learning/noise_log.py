@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from polylane.commands.learning_rates import NoiseMode
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.efficiency.noise_estimates import NoiseEstimate, population_noise
 from polylane.efficiency.noise_window import NoiseScale, NoiseWindow
 from polylane.errors import PolylaneError
-from polylane.plan.plan import Plan
 from polylane.runtime.job import Job
 from polylane.runtime.telemetry.noise_reading import NoiseReading
-from polylane.runtime.telemetry.part_layout import why_not_measured
+from polylane.runtime.telemetry.part_layout import couples_replicas, why_not_measured
 from polylane.runtime.training_role import TrainingRole
 
 
@@ -29,11 +29,15 @@ class NoiseLog:
     Args:
         population: number of samples of the training data, of which an epoch draws each once; None where samples come
             from a stream, or are drawn in another way.
+
+    Attributes:
+        reading: of the latest step that was measured; None before the first.
     """
 
     def __init__(self, population: int | None = None) -> None:
         self._population = population
         self._plain, self._adam = NoiseWindow(), NoiseWindow()
+        self.reading: NoiseReading | None = None
 
     @property
     def scale(self) -> NoiseScale:
@@ -53,6 +57,7 @@ class NoiseLog:
         """
         if (reading := step.noise) is None or (estimate := self._estimate(reading, False)) is None:
             return {}
+        self.reading = reading
         self._plain.add(estimate)
         columns: dict[str, Any] = {
             "step_g2": estimate.gradient,
@@ -76,29 +81,33 @@ class NoiseLog:
         return NoiseEstimate(estimate.gradient, population_noise(estimate.spread, self._population))
 
 
-def check_noise(mode: NoiseMode, plan: Plan, batch_is_sharded: bool) -> None:
+def check_noise(mode: NoiseMode, prepared: CompiledTraining) -> None:
     """Refuse to measure the gradient noise where the plan does not allow it, before any worker starts.
 
     Args:
         mode: the option of the command line; "auto" measures nothing there.
-        plan: the plan of the training.
-        batch_is_sharded: whether replicas shard operators along the batch, because the loss couples samples.
+        prepared: the training, compiled for its plan.
 
     Raises:
         PolylaneError: "on", and it cannot be measured.
     """
-    if mode == "on" and (reason := why_not_measured(plan, batch_is_sharded)) is not None:
+    if mode == "on" and (reason := _why_not(prepared)) is not None:
         raise PolylaneError(f"--noise on: {reason}")
 
 
-def measure_noise(mode: NoiseMode, job: Job, batch_is_sharded: bool) -> None:
+def measure_noise(mode: NoiseMode, job: Job, prepared: CompiledTraining) -> None:
     """Begin to measure the gradient noise of a training, where that is asked for and the plan allows it.
 
     Args:
         mode: the option of the command line.
         job: this worker's part in the training, before its first step.
-        batch_is_sharded: whether replicas shard operators along the batch, because the loss couples samples.
+        prepared: the training, compiled for its plan.
     """
     worker = job.worker
-    if mode != "off" and isinstance(worker, TrainingRole) and why_not_measured(job.plan, batch_is_sharded) is None:
+    if mode != "off" and isinstance(worker, TrainingRole) and _why_not(prepared) is None:
         worker.telemetry.noise.turn_on(every_step=mode == "on")
+
+
+def _why_not(prepared: CompiledTraining) -> str | None:
+    plan, graph = prepared.plan, prepared.main_partition.graph
+    return why_not_measured(plan, couples_replicas(plan, graph, prepared.batch_is_sharded))

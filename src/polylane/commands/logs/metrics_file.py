@@ -63,7 +63,7 @@ def lines_until(metrics: Path, step: int) -> str:
     for line in lines:
         try:
             content = json.loads(line)
-            content = content["audit"] if "audit" in content else content  # noqa: SIM401 - it may be no mapping
+            content = next((content[name] for name in ("audit", "batch") if name in content), content)
             # The test after an epoch's last step is made again: the checkpoint is from before it.
             if content["step"] <= step - ("train_loss" in content):
                 kept_lines.append(line + "\n")

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from polylane.commands import user_inputs as inputs
+from polylane.commands.learning.batch_follower import check_growth
 from polylane.commands.learning.noise_log import check_noise, measure_noise
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.resume import check_same_model, read_saved_plan
@@ -80,14 +81,24 @@ class RecipeTraining:
         clip_norm, seed = self.request.clip_norm, self.request.seed
         example = self.problem.example
         job = Job(prepared, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=same_weights)
-        measure_noise(self.request.rates.noise, job, prepared.batch_is_sharded)
+        measure_noise(self.request.rates.noise_mode, job, prepared)
         return job
+
+    def check_rates(self, prepared: CompiledTraining) -> None:
+        """Refuse to measure the gradient noise, or to follow it, where the plan or the recipe does not allow it.
+
+        Raises:
+            PolylaneError: it is asked for, and not allowed.
+        """
+        check_noise(self.request.rates.noise_mode, prepared)
+        check_growth(self.request.rates, prepared.plan, self.population)
 
     def start_auditor(self, prepared: CompiledTraining, world: World) -> AuditStart:
         """Start what makes some steps a second time; every worker calls it, before it makes its job."""
         clip_norm, seed, example = self.request.clip_norm, self.request.seed, self.problem.example
-        # Of data that keep state a process that reads some batches alone would get others: it gets the workers'.
-        read = None if self.keeps_state else _WholeBatches(self).read
+        # Of data that keep state a process that reads some batches alone would get others, and it does not know how
+        # large those of a batch that grows are: it gets the workers'.
+        read = None if self.keeps_state or self.request.rates.largest_batch is not None else _WholeBatches(self).read
         options: dict[str, Any] = {"clip_norm": clip_norm, "seed": seed, "read_batch": read, "begins_as_built": True}
         rebuild = partial(_load_audited, self.request)
         return start_auditor(self.request.audit, prepared, world, example=example, rebuild=rebuild, **options)
@@ -190,7 +201,7 @@ def prepare_once(training: RecipeTraining, plan: AnyPlan) -> CompiledTraining:
     if training.request.resume_from is not None:
         prepared = keep_microbatches(prepared, plan, read_saved_plan(training.request.resume_from), compile_for)
     check_last_batch(training, prepared)
-    check_noise(training.request.rates.noise, prepared.plan, prepared.batch_is_sharded)
+    training.check_rates(prepared)
     return prepared
 
 

@@ -69,6 +69,9 @@ class Reporter:
             say_at_once(message["text"])
         elif message["kind"] == "audit":
             self._place.metric({"audit": content})
+        elif message["kind"] == "batch":
+            self._place.metric({"batch": {name: value for name, value in content.items() if name != "text"}})
+            say_at_once(message["text"])
         elif message["kind"] == "step":
             self._place.metric(content)
             self._loggers.log({n: v for n, v in content.items() if n not in _POSITION}, content["step"], "train")

@@ -36,6 +36,8 @@ def begin_message(
         changed: notes on choices that are others than in the checkpoint's run.
     """
     in_epoch, epochs, total = len(training.batch_sizes) or None, training.epochs, training.request.steps
+    if training.request.rates.largest_batch is not None:  # how many steps an epoch has is not known yet
+        in_epoch = None
     if total is None and in_epoch is not None and epochs is not None:
         total = in_epoch * epochs
     return {

@@ -15,6 +15,7 @@ from typing import Any
 from polylane.checkpoint.commit import MANIFEST
 from polylane.checkpoint.store import name_another
 from polylane.commands import user_inputs as inputs
+from polylane.commands.learning.batch_follower import BatchFollower, open_follower
 from polylane.commands.learning.noise_log import NoiseLog
 from polylane.commands.logs.goodput import PhaseClock
 from polylane.commands.logs.step_columns import StepColumns, count_tokens
@@ -74,9 +75,11 @@ class RecipeLoop:
         self._callbacks = open_callbacks(job, training, prepared, tell, self._describe)
         tell = self._callbacks.listen(tell)
         self._log = StepLog(tell, lambda: job.worker.slack, columns, NoiseLog(training.population))
+        self._follower = open_follower(job, request.rates, training.population, self._log.noise, tell)
         self._stops = request.on_nan == "stop"
         resumes = request.resume_from is not None
-        saved, changed = _load_checkpoint(job, training, self._log, self._callbacks) if resumes else (None, [])
+        takers = self._log, self._callbacks, self._follower
+        saved, changed = _load_checkpoint(job, training, *takers) if resumes else (None, [])
         tell(begin_message(job, training, prepared, saved, self._log.loss, changed))
         self._audit = attach_audit(audits, job, partial(_tell_verdict, tell, request.audit))
         self._control = _open_control(job, request, self._describe_with_callbacks, stop, tell)
@@ -136,19 +139,27 @@ class RecipeLoop:
 
     def _train_epoch(self, epoch: int) -> None:
         """Make the steps of an epoch, or as many as are left of the training."""
+        self._log.begin_epoch()
+        start: Position | None = self._start
+        while start is not None:  # the batch has changed: the epoch goes on behind its last sample
+            start = self._make_steps(epoch, start)
+
+    def _make_steps(self, epoch: int, start: Position) -> Position | None:
+        """Make steps of an epoch, from a position on; return that from which it goes on with another batch."""
         log, job, request = self._log, self._job, self._training.request
-        log.begin_epoch()
-        for batch in _epoch(job, self._training, epoch, self._start):
+        size = request.batch if self._follower is None else self._follower.batch
+        for batch in _epoch(job, self._training, epoch, start, size):
             rate = _learning_rate(job)
             result, staleness = job.step(batch), job.worker.staleness if job.apart else None
             log.add(result, epoch, rate, staleness, count_tokens(batch.leaves, batch.samples))
             self._phases.note_step(log.launched)
             if (self._stops and log.stopped and self._all_know) or log.launched == request.steps:
-                return
-            if self._control is not None and self._control.agree():
-                return
-            if self._callbacks.agree():
-                return
+                break
+            if (self._control is not None and self._control.agree()) or self._callbacks.agree():
+                break
+            if self._follower is not None and self._follower.follow():
+                return self._follower.next_position
+        return None
 
     def _describe(self) -> dict[str, Any] | None:
         """Return facts about the run for a checkpoint; None where nobody should go on from this step."""
@@ -156,7 +167,8 @@ class RecipeLoop:
         log.complete()
         if request.on_nan == "stop" and log.stopped:
             return None  # the weights have had an update by gradients that are not finite
-        return {**describe_run(request, sum(self._training.batch_sizes) or None), "log": log.state()}
+        growth = {} if self._follower is None else {"growth": self._follower.state()}
+        return {**describe_run(request, sum(self._training.batch_sizes) or None), "log": log.state(), **growth}
 
     def _describe_with_callbacks(self) -> dict[str, Any] | None:
         facts = self._describe()
@@ -243,7 +255,7 @@ def _finish_outcome(
 
 
 def _load_checkpoint(
-    job: Job, training: RecipeTraining, log: StepLog, callbacks: CallbackRunner
+    job: Job, training: RecipeTraining, log: StepLog, callbacks: CallbackRunner, follower: BatchFollower | None
 ) -> tuple[Plan, list[str]]:
     """Go on from the checkpoint that was found; a collective of all workers.
 
@@ -252,6 +264,7 @@ def _load_checkpoint(
         training: the recipe's model and data, with the options.
         log: goes on with the checkpoint's losses.
         callbacks: take over what the checkpoint keeps of them.
+        follower: goes on with the checkpoint's batch; None where that is fixed.
 
     Returns:
         The plan that it is of; and on rank 0 notes on what is another choice than in the checkpoint's run.
@@ -267,6 +280,8 @@ def _load_checkpoint(
     check_same_run(loaded.manifest.run, describe_run(request, sum(training.batch_sizes) or None), loaded.folder)
     resume_log(log, loaded)
     callbacks.load_state_dict(loaded.manifest.run.get("callbacks") or {})
+    if follower is not None:
+        follower.resume(loaded.manifest.run.get("growth") or {})
     refuse_if_done(loaded.folder, loaded.position, request.steps, training.epochs, sum(training.batch_sizes))
     return parse_plan(loaded.manifest.plan, "of the checkpoint"), changed
 
@@ -354,14 +369,14 @@ def _try_to_save(job: Job, path: Path) -> str:
     return next(filter(None, job.gathered(error)), "")
 
 
-def _epoch(job: Job, training: RecipeTraining, epoch: int, start: Position) -> Iterator[Batch]:
+def _epoch(job: Job, training: RecipeTraining, epoch: int, start: Position, size: int) -> Iterator[Batch]:
     dataset, request = training.train, training.request
     if epoch > 1 and isinstance(dataset, Iterator):  # an iterator is exhausted after the first epoch
         dataset = inputs.open_data(training.recipe, "train")
     # A short last batch that no step reaches must not be refused.
     drop_last = request.drop_last or training.ends_before_last
     options: dict[str, Any] = {"drop_last": drop_last, "collate": training.recipe.collate, "start": start}
-    return job.batches(dataset, request.batch, first_epoch=epoch - 1, **options)
+    return job.batches(dataset, size, first_epoch=epoch - 1, **options)
 
 
 def _learning_rate(job: Job) -> float | None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from polylane.auto.plan_broadcast import compile_on_all_ranks
-from polylane.commands.learning.noise_log import check_noise
 from polylane.commands.logs.step_log import Tell, TrainingOutcome
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.fewer_workers import gather_saved_plan, plan_for_started
@@ -122,7 +121,7 @@ def compile_together(request: TrainRequest, world: World) -> TrainingWorker:
         warn = warnings.warn if world.rank == 0 else ignore
         compiled = keep_microbatches(compiled, plan, saved, compile_again, warn)
     check_last_batch(training, compiled)
-    check_noise(request.rates.noise, compiled.plan, compiled.batch_is_sharded)
+    training.check_rates(compiled)
     return TrainingWorker(training, compiled, world)
 
 

@@ -9,7 +9,7 @@ tag  transport        carries                                       a group of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -25,7 +25,6 @@ from polylane.runtime.connections.byte_counters import AGREEMENT, OPERATORS, STA
 from polylane.runtime.connections.shard_groups import all_shard_groups, shard_group
 from polylane.runtime.progress.watched_transport import watch_transports
 from polylane.runtime.span_clock import CollectiveWaits, clock_of_device
-from polylane.runtime.telemetry.part_layout import part_groups
 from polylane.runtime.tensor_parallel import TransportAxis, WorkerMesh
 from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.transport.protocol import Transport
@@ -97,7 +96,15 @@ def open_connections(
     whole_groups = [group for rank in ranks for group in (replica_ranks(plan, rank), plan.group(rank, plan.axes))]
     columns = {column_ranks(plan, rank) for rank in ranks}
     shards = all_shard_groups(plan, programs)
-    groups = {*columns, *buckets, *replicas, *whole_groups, *shards, *part_groups(plan, buckets), tuple(ranks)}
+    groups = {
+        *columns,
+        *buckets,
+        *replicas,
+        *whole_groups,
+        *shards,
+        *groups_within_replicas(plan, buckets),
+        tuple(ranks),
+    }
     transport = connect(world, pairs, sorted(groups))
     mesh, inner = _open_mesh(
         world, plan, connect, [prepared.main.layouts.axes(stage) for stage in range(plan.pipeline)]
@@ -131,6 +138,21 @@ def replica_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
         return tuple(range(plan.workers))
     replica = plan.stage_and_replica(rank)[1]
     return tuple(worker for worker in range(plan.workers) if plan.stage_and_replica(worker)[1] == replica)
+
+
+def groups_within_replicas(plan: Plan, groups: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Return the ranks of the same replica in each group: those that sum the gradients of what one replica computes.
+
+    Args:
+        plan: the plan of the training.
+        groups: ranks of the buckets, over all replicas.
+    """
+    result = set[tuple[int, ...]]()
+    for ranks in set(groups):
+        replicas = [plan.stage_and_replica(rank)[1] for rank in ranks]
+        for replica in set(replicas):
+            result.add(tuple(rank for rank, at in zip(ranks, replicas, strict=True) if at == replica))
+    return {group for group in result if len(group) > 1}
 
 
 def column_ranks(plan: Plan, rank: int) -> tuple[int, ...]:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from polylane.compile.objectives import build_scheduler, named_parameters, needs_metric
+from polylane.compile.optimizer_sequence import schedulers_in
 from polylane.errors import PolylaneError
+from polylane.optim.rates import multiply_rates
 from polylane.optim.trust import set_sum_over_holders
 from polylane.plan.plan import Plan
 from polylane.plan.sync import PowerSGDOptions, SyncOptions
@@ -121,6 +123,14 @@ class ObjectiveUpdate:
             step_scheduler(self.scheduler, read_loss())
         if self.note_loss is not None:
             self.note_loss(read_loss)
+
+    def scale_rates(self, factor: float) -> None:
+        """Multiply the learning rate of every group, and those that schedulers will set.
+
+        Raises:
+            PolylaneError: a scheduler is made of others, whose rates are not known.
+        """
+        multiply_rates(self.optimizer, schedulers_in(self.scheduler), factor)
 
     def squared_norm(self) -> Tensor:
         """Return this worker's share of the squared 2-norm of all gradients, a float64 scalar on its device.

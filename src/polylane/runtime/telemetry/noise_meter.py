@@ -16,7 +16,7 @@ from polylane.runtime.step_result import StepState
 from polylane.runtime.sync.objective_update import ObjectiveUpdate
 from polylane.runtime.telemetry.noise_reading import NoiseReading
 from polylane.runtime.telemetry.observed_steps import LONGEST_PERIOD, ObservedSteps
-from polylane.runtime.telemetry.part_layout import find_partial_sums, lay_out_parts, why_not_measured
+from polylane.runtime.telemetry.part_layout import couples_replicas, find_partial_sums, lay_out_parts, why_not_measured
 from polylane.runtime.telemetry.part_squares import PartSquares, divide, norm
 from polylane.runtime.telemetry.preconditioner import AdamPreconditioner
 
@@ -38,6 +38,8 @@ class NoiseMeter:
         self._local_model, self._plan = local_model, local_model.prepared.plan
         self._rank, self._device = local_model.world.rank, local_model.world.device
         self._replica = self._plan.stage_and_replica(self._rank)[1]
+        prepared = local_model.prepared
+        self._couples_replicas = couples_replicas(self._plan, prepared.main_partition.graph, prepared.batch_is_sharded)
         self.is_on = False
         self._steps = ObservedSteps(BUDGET)
         self._squares: PartSquares | None = None  # of the step that is measured
@@ -53,7 +55,7 @@ class NoiseMeter:
         Raises:
             PolylaneError: it cannot be measured under this plan; the sentence says why.
         """
-        if (reason := why_not_measured(self._plan, self._local_model.prepared.batch_is_sharded)) is not None:
+        if (reason := why_not_measured(self._plan, self._couples_replicas)) is not None:
             raise PolylaneError(f"the gradient noise cannot be measured here: {reason}")
         self.is_on, self._steps = True, ObservedSteps(BUDGET, 1 if every_step else LONGEST_PERIOD)
 
@@ -80,7 +82,7 @@ class NoiseMeter:
 
     def _build_squares(self, executor: Executor, update: ObjectiveUpdate) -> PartSquares:
         program = executor.program
-        layout = lay_out_parts(self._plan, program, executor.is_batch_sharded, executor.is_replica_local)
+        layout = lay_out_parts(self._plan, program, self._couples_replicas, executor.is_replica_local)
         own_python = (node for node in program.partition.graph.nodes if node.is_own_python)
         sums = find_partial_sums(
             self._plan, program, layout.is_joint, {name for node in own_python for name in node.parameters}

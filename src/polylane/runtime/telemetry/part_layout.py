@@ -7,10 +7,11 @@ the samples of one replica where replicas take steps of their own or send their 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from polylane.compile.sample_shares import compute_shares
+from polylane.graph.graph import Graph
 from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
 
@@ -65,18 +66,33 @@ class PartLayout:
         return tuple(counts)
 
 
-def lay_out_parts(plan: Plan, program: Program, batch_is_sharded: bool, replica_local: bool) -> PartLayout:
+def lay_out_parts(plan: Plan, program: Program, couples_replicas: bool, replica_local: bool) -> PartLayout:
     """Return the parts of the batches of a program.
 
     Args:
         plan: the plan of the training.
         program: this worker's program of the step.
-        batch_is_sharded: whether replicas shard operators along the batch, because the loss couples samples.
+        couples_replicas: whether a gradient depends on samples of other replicas, see :func:`couples_replicas`.
         replica_local: whether replicas do not sum gradients with each other in this step.
     """
-    is_joint = batch_is_sharded or plan.has_uneven_replicas
+    is_joint = couples_replicas or plan.has_uneven_replicas
     pooled = (replica_local or plan.sync.has_servers) and plan.data > 1
     return PartLayout(program.microbatches, plan.data, not (is_joint or plan.takes_turns), pooled, is_joint)
+
+
+def couples_replicas(plan: Plan, graph: Graph, batch_is_sharded: bool) -> bool:
+    """Return whether the gradient of a replica's samples depends on those of other replicas, in the same microbatch.
+
+    So it is where the loss couples samples, and where a batch normalization has the statistics of all replicas: it
+    takes their mean out of the gradients, which are then negatively correlated, and E|G|² is not 𝒢² + S / B.
+
+    Args:
+        plan: the plan of the training.
+        graph: model and loss, captured for training.
+        batch_is_sharded: whether replicas shard operators along the batch.
+    """
+    shares_statistics = graph.code.has_batch_statistics and not plan.takes_turns and not plan.sync.is_replica_local
+    return batch_is_sharded or (plan.data > 1 and shares_statistics)
 
 
 def summing_ranks(plan: Plan, bucket: GradientBucket, rank: int, is_joint: bool) -> tuple[int, ...]:
@@ -92,21 +108,6 @@ def summing_ranks(plan: Plan, bucket: GradientBucket, rank: int, is_joint: bool)
         return bucket.ranks
     replica = plan.stage_and_replica(rank)[1]
     return tuple(member for member in bucket.ranks if plan.stage_and_replica(member)[1] == replica)
-
-
-def part_groups(plan: Plan, groups: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    """Return the groups of ranks that sum gradients of parts within a replica, which the transport must declare.
-
-    Args:
-        plan: the plan of the training.
-        groups: ranks of the buckets, over all replicas.
-    """
-    result = set[tuple[int, ...]]()
-    for ranks in set(groups):
-        replicas = [plan.stage_and_replica(rank)[1] for rank in ranks]
-        for replica in set(replicas):
-            result.add(tuple(rank for rank, at in zip(ranks, replicas, strict=True) if at == replica))
-    return {group for group in result if len(group) > 1}
 
 
 @dataclass(frozen=True)
@@ -153,12 +154,12 @@ def find_partial_sums(
     return tuple(sums)
 
 
-def why_not_measured(plan: Plan, batch_is_sharded: bool) -> str | None:
+def why_not_measured(plan: Plan, couples_replicas: bool) -> str | None:
     """Return in one sentence why the gradient noise cannot be measured under a plan; None where it can be.
 
     Args:
         plan: the plan of the training.
-        batch_is_sharded: whether replicas shard operators along the batch, because the loss couples samples.
+        couples_replicas: whether a gradient depends on samples of other replicas, see :func:`couples_replicas`.
     """
     has_pools = plan.data > 1 and (plan.sync.is_replica_local or plan.sync.has_servers)
     if plan.is_asynchronous:
@@ -168,10 +169,15 @@ def why_not_measured(plan: Plan, batch_is_sharded: bool) -> str | None:
         )
     if plan.sync.compress is not None and not has_pools:
         return "sync.compress: what replicas sum are not their gradients, but what is left of them: leave it out"
-    is_joint = batch_is_sharded or plan.has_uneven_replicas
+    is_joint = couples_replicas or plan.has_uneven_replicas
     parts = plan.microbatches * (1 if has_pools or plan.takes_turns or is_joint else plan.data)
     if plan.takes_turns and has_pools:
         parts = plan.microbatches // plan.data
+    if parts < 2 and couples_replicas:
+        return (
+            "the loss, or a batch normalization, couples the samples of replicas, whose gradients are not independent "
+            "then: take 2 or more microbatches, which are compared as wholes"
+        )
     if parts < 2:
         return (
             "the batch's gradient is computed as one, so that there are no parts of it to compare: take 2 or more "

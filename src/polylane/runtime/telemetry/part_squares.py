@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from polylane.graph.python_state.gradient_hooks import OwnHook
 from polylane.graph.sparse_gradients import densify
+from polylane.runtime.connections.byte_counters import NORMS
 from polylane.runtime.sync.flat_packing import flatten_tensors, split_views
 from polylane.runtime.telemetry.part_layout import PartialSum, PartLayout
 from polylane.runtime.transport.protocol import Transport
@@ -136,7 +137,10 @@ class PartSquares:
                 ]
             )
             del summands
+            counters, start_bytes = self._transport.counters, self._transport.counters.sent
             vector = self._transport.all_reduce(vector, partial_sum.ranks).wait()
+            # Norms say nothing of what replicas must agree on, which theory knows.
+            counters.move_sent("all_reduce", NORMS, counters.sent - start_bytes)
             totals = list(split_views(vector, [parameter.shape for parameter in parameters]))
         for name, total in zip(partial_sum.names, totals, strict=True):
             if name in self._counted and total is not None:
