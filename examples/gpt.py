@@ -95,6 +95,11 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
+def metrics(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    tokens, targets = batch
+    return {"accuracy": model(tokens).argmax(dim=-1) == targets}
+
+
 def optimizer(parameters, lr: float = 1e-3, weight_decay: float = 0.1):
     """AdamW, which decays the matrices; not the biases and norms, nor the positions."""
     decayed, kept = [], []

@@ -69,3 +69,16 @@ def test_epochs_have_the_metrics_of_the_test_data(folder: Path) -> None:
         assert all(row["evaluation_seconds"] > 0 for row in rows)
         for row, alone in zip(rows, epochs["data=1"], strict=True):
             assert row["metrics"] == pytest.approx(alone["metrics"], rel=1e-5), plan
+
+
+def test_steps_have_the_learning_rates_of_all_groups(folder: Path) -> None:
+    groups = "[{'params': parameters[:2], 'lr': lr / 10}, {'params': parameters[2:]}]"
+    recipe = RECIPE.replace("torch.optim.SGD(parameters, lr=lr)", f"torch.optim.SGD({groups}, lr=lr)")
+    (folder / "binary.py").write_text(recipe)
+    command = "train binary.py --workers 2 --plan data=2 --steps 2 --batch 8 --run run"
+    done = forked_commands.run([sys.executable, "-m", "polylane", *command.split()])
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(row) for row in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row and "train_loss" not in row]
+    assert [row["learning_rates"] for row in steps] == [pytest.approx([0.03, 0.3])] * 2
+    assert [row["learning_rate"] for row in steps] == [pytest.approx(0.03)] * 2

@@ -111,7 +111,7 @@ class ScriptLog:
         """
         assert self._log is not None
         rate = optimizer.param_groups[0].get("lr")
-        self._log.add(AccumulatedStep(tuple(results)), None, None if rate is None else float(rate))
+        self._log.add(AccumulatedStep(tuple(results)), None, [] if rate is None else [float(rate)])
         self._phases.note_step(self._log.launched)
 
     def outcome(self) -> TrainingOutcome | None:

@@ -199,7 +199,7 @@ class StepLog:
         self,
         result: LoggedStep,
         epoch: int | None,
-        learning_rate: float | None,
+        rates: Sequence[float],
         staleness: int | None = None,
         tokens: int = 0,
     ) -> None:
@@ -208,7 +208,7 @@ class StepLog:
         Args:
             result: the step's samples, its loss (still being summed) and its timeline.
             epoch: number of the epoch, from 1; None where nobody counts them.
-            learning_rate: of the optimizer's first group; None where it has none.
+            rates: learning rates of the optimizer's groups; empty where it has none.
             staleness: of the step's gradients; None without asynchronous servers.
             tokens: of the batch; 0 where it has none.
         """
@@ -232,7 +232,8 @@ class StepLog:
             "samples": result.samples,
             "seconds": seconds,
             "samples_per_second": result.samples / seconds,
-            "learning_rate": learning_rate,
+            "learning_rate": rates[0] if rates else None,
+            **({"learning_rates": list(rates)} if len(set(rates)) > 1 else {}),
             **({} if staleness is None else {"staleness": staleness}),
             **({"tokens": tokens, "tokens_per_second": tokens / seconds} if tokens else {}),
         }

@@ -149,9 +149,9 @@ class RecipeLoop:
         log, job, request = self._log, self._job, self._training.request
         size = request.batch if self._follower is None else self._follower.batch
         for batch in _epoch(job, self._training, epoch, start, size):
-            rate = _learning_rate(job)
+            rates = _list_rates(job)
             result, staleness = job.step(batch), job.worker.staleness if job.apart else None
-            log.add(result, epoch, rate, staleness, count_tokens(batch.leaves, batch.samples))
+            log.add(result, epoch, rates, staleness, count_tokens(batch.leaves, batch.samples))
             self._phases.note_step(log.launched)
             if (self._stops and log.stopped and self._all_know) or log.launched == request.steps:
                 break
@@ -379,10 +379,10 @@ def _epoch(job: Job, training: RecipeTraining, epoch: int, start: Position, size
     return job.batches(dataset, size, first_epoch=epoch - 1, **options)
 
 
-def _learning_rate(job: Job) -> float | None:
-    optimizer = job.optimizer[0] if isinstance(job.optimizer, list) else job.optimizer
-    groups = optimizer.param_groups
-    return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
+def _list_rates(job: Job) -> list[float]:
+    """Return the learning rate of every group of the optimizer, or of all optimizers, in order."""
+    optimizers = job.optimizer if isinstance(job.optimizer, list) else [job.optimizer]
+    return [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
 
 
 def _evaluate_test(job: Job, training: RecipeTraining, control: RunControl | None) -> TestResult:
