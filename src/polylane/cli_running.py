@@ -61,8 +61,8 @@ def train(
     """Train a recipe's model on N workers.
 
     Writes plan.yaml, metrics.jsonl (one line per step), model.safetensors (loads into the plain model), the timeline of
-    one step (timeline.json, swimlane.html, trace.json for ui.perfetto.dev) and checkpoints/ to DIR. Files of an earlier
-    run are replaced when the run succeeds; until then it writes to DIR/unfinished.
+    one step (timeline.json, swimlane.html, trace.json for ui.perfetto.dev), report.html and checkpoints/ to DIR. Files
+    of an earlier run are replaced when the run succeeds; until then it writes to DIR/unfinished.
 
     Exit codes: 1 if a worker failed, 2 for invalid input, 130 after Ctrl-C, 128 plus the signal number after SIGTERM,
     SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU. With --save-every or --max-restarts, such a signal saves a checkpoint first,

@@ -98,7 +98,7 @@ def test_one_worker_trains_to_the_same_weights(trained: tuple[dict[str, Any], st
     out, err = execute(folder, line)
     assert "final loss" in out
     assert "samples/s" in out
-    assert "run/one/swimlane.html" in out
+    assert "run/one/report.html" in out
     assert err == ""
     one, four = (load_file(run / "model.safetensors") for run in (folder / "run/one", trained[2]))
     for name, value in one.items():

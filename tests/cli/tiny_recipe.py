@@ -117,6 +117,7 @@ FILES = {
     "timeline.json",
     "timelines.json",
     "swimlane.html",
+    "report.html",
     "trace.json",
     "model.safetensors",
 }

@@ -48,7 +48,7 @@ def test_a_folder_whose_name_turns_the_line_around() -> None:
     given = FuzzInput("", words, {"tiny.py": TINY.encode()})
     outcome = run_here(given, warm_up())
     assert (outcome.code, outcome.wrong) == (0, ""), outcome
-    assert r"see \u202egnp/swimlane.html" in outcome.text
+    assert r"see \u202egnp/report.html" in outcome.text
 
 
 NAMED = """

@@ -156,7 +156,8 @@ def test_an_earlier_run_stays_until_the_next_has_ended_well(tmp_path: Path) -> N
         assert place.kept() == path / UNFINISHED
         place.finish()
     assert (path / MODEL).read_text() == (path / "plan.yaml").read_text() == "later"
-    assert sorted(each.name for each in path.iterdir()) == sorted([MODEL, "metrics.jsonl", "notes.txt", "plan.yaml"])
+    written = [MODEL, "metrics.jsonl", "notes.txt", "plan.yaml", "report.html"]
+    assert sorted(each.name for each in path.iterdir()) == sorted(written)
 
 
 def test_what_is_made_for_a_run_that_never_begins_goes(tmp_path: Path) -> None:
@@ -497,7 +498,7 @@ def test_a_later_attempt_of_torchrun_goes_on_in_the_folder(tmp_path: Path) -> No
     assert other.parent.name == "x-2" and first.read_text().count("\n") == 2
     assert attempt("one", 3, ends=True) == first
     assert attempt("one", 1).parent.name == "x-3"  # its run has ended: this is another one
-    assert {each.name for each in first.parent.iterdir()} == {"metrics.jsonl"}
+    assert {each.name for each in first.parent.iterdir()} == {"metrics.jsonl", "report.html"}
 
 
 def test_a_later_attempt_keeps_what_is_unfinished_beside_an_earlier_run(tmp_path: Path) -> None:

@@ -60,16 +60,23 @@ def _keep_steps(theory: Timeline, replicas: int, steps: int, name: str) -> dict[
     return kept
 
 
-def _make_attempt(number: int, step: int | None, plan: str, ranks: int) -> dict[str, Any]:
-    facts = {"number": number, "began": 1.7e9 + 100 * number, "resumed_at": step, "plan": plan, "workers": ranks}
-    return {"attempt": {**facts, "start_seconds": 3.0, "compile_seconds": 2.0, "redone_steps": 0}}
+def _make_goodput(steps: int, replicas: int, ranks: int) -> dict[str, Any]:
+    """What goodput.json has: the run was resumed in the middle, under another plan."""
+    attempts = [
+        {"began": 1.7e9, "plan": f"data={replicas}", "workers": ranks, "resumed_at": None},
+        {"began": 1.7e9 + 60, "plan": f"data={replicas},pipeline=2", "workers": ranks, "resumed_at": steps // 2},
+    ]
+    causes = {"computing": 60.0, "bubble": 22.0, "waiting": 12.0, "start": 5.0, "redone steps": 1.0}
+    verdict = f"2.9 times one device on {ranks}; 61% computing, 22% bubble, 12% waiting for rank 3"
+    sums = {"wall_seconds": 100.0, "useful_seconds": 60.0, "share": 0.6, "seconds": causes}
+    return {"attempts": attempts, **sums, "verdict": verdict}
 
 
 def _make_lines(steps: int, typical: Timeline, replicas: int, name: str) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl: a restart in the middle, four epochs, every tenth step observed."""
+    """The lines of metrics.jsonl: four epochs, every tenth step observed."""
     account, chance, ranks = account_time(typical), random.Random(1), typical.ranks
     waits = {str(rank): share for rank, share in account.waiting_for().items()}
-    lines = [_make_attempt(1, None, f"data={replicas}", ranks)]
+    lines: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
         loss = 3 * math.exp(-3 * step / steps) + 0.5 + chance.gauss(0, 0.02)
         line: dict[str, Any] = {"step": step, "epoch": 1 + step * 4 // (steps + 1), "loss": loss, "samples": 64}
@@ -82,17 +89,11 @@ def _make_lines(steps: int, typical: Timeline, replicas: int, name: str) -> list
             line |= {"device_share": 0.4, "loading": 0.01, "checkpoint_stall": 0.0}
             line |= {"noise": {"g2": 0.1, "s": 20.0, "scale": scale, "low": 0.8 * scale, "high": 1.3 * scale}}
         lines.append(line)
-        if step == steps // 2:
-            lines.append({"checkpoint": {"step": step, "stall_seconds": 0.1}})
-            lines.append(_make_attempt(2, step, f"data={replicas},pipeline=2", ranks))
         if step % max(1, steps // 4) == 0:
             epoch = {"epoch": line["epoch"], "step": step, "train_loss": loss, "seconds": 3.0}
             metrics = {"test_loss": loss + 0.05, "metrics": {name: 1 - loss / 4}, "evaluation_seconds": 0.5}
             lines.append({**epoch, **metrics})
-    causes = {"computing": 60.0, "bubble": 22.0, "waiting": 12.0, "start": 5.0, "redone steps": 1.0}
-    goodput = {"wall_seconds": 100.0, "useful_seconds": 60.0, "share": 0.6, "seconds": causes}
-    verdict = f"2.9 times one device on {ranks}; 61% computing, 22% bubble, 12% waiting for rank 3"
-    return [*lines, {"end": {"at": 1.7e9 + 500, "step": steps, "verdict": verdict, "goodput": goodput}}]
+    return lines
 
 
 def _predict(theory: Timeline, stages: int, replicas: int, name: str) -> dict[str, Any]:
@@ -138,6 +139,7 @@ def write_run(
     kept = _keep_steps(theory, replicas, steps, name)
     lines = _make_lines(steps, kept["typical"], replicas, name)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "goodput.json").write_text(json.dumps(_make_goodput(steps, replicas, theory.ranks)))
     (folder / "timelines.json").write_text(json.dumps({"steps": {key: t.to_dict() for key, t in kept.items()}}))
     (folder / "predicted.json").write_text(json.dumps(_predict(theory, stages, replicas, name)))
     (folder / "plan.yaml").write_text(f"stages: {stages}  # {name}\nmicrobatches: {microbatches}\n")

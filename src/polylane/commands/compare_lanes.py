@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polylane.commands.printing import console, make_table, print_json, write_text
+from polylane.commands.printing import console, make_table, print_json, print_table, write_text
 from polylane.commands.requests import LanesRequest
 from polylane.errors import format_plural
 from polylane.inspection.schedule_comparison import ComparedModel, ComparedSchedules, compare_schedules
@@ -42,11 +42,10 @@ def print_comparison(request: LanesRequest, model: ComparedModel) -> None:
         )
         return
     table = make_table(title, *HEADS, left=("schedule",))
-    table.columns[0].no_wrap = True
     for row in rows:
-        table.add_row(*row)
+        table.add_words(*row)
     screen = console()
-    screen.print(table)
+    print_table(screen, table)
     for note in _notes(compared):
         screen.print(note)
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from polylane.cluster.figures import format_size
@@ -107,14 +106,11 @@ def _prepared(problem: TrainingProblem, plan: AnyPlan) -> tuple[CompiledTraining
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
-def _table(title: str, *columns: str, left: int = 1) -> Table:
+def _table(title: str, *columns: str, left: int = 1) -> printing.WordTable:
     """Return an empty table whose first ``left`` columns are aligned to the left, those of numbers to the right."""
     # A plan's brackets are not rich's markup, so that the title is a Text.
-    heading = Text(title, style="bold")
-    table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < left else "right", overflow="fold")
-    return table
+    style = {"title_justify": "left", "box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
+    return printing.make_table(Text(title, style="bold"), *columns, left=columns[:left], **style)
 
 
 def _show(graph: Graph, report: dict[str, Any]) -> None:
@@ -123,10 +119,10 @@ def _show(graph: Graph, report: dict[str, Any]) -> None:
     table = _table(f"{report['recipe']}, forward, {of}", "module", "nodes", "parameters", "FLOPs", "activations")
     for row in readable_rows(graph):
         name = row.module or "(the model itself)"
-        table.add_row(name + (f"  x {row.modules}" if "*" in name else ""), *_numbers(asdict(row)))
+        table.add_words(name + (f"  x {row.modules}" if "*" in name else ""), *_numbers(asdict(row)))
     table.add_section()
-    table.add_row("all", *_numbers(report))
-    out.print(table)
+    table.add_words("all", *_numbers(report))
+    printing.print_table(out, table)
     for alias, name in graph.tied.items():
         printing.print_line(f"{alias} is tied to {name}")
     for note in graph.notes:
@@ -185,14 +181,14 @@ def _show_cut(out: Console, report: dict[str, Any]) -> None:
     title = f"What crosses, for {format_plural(report['samples'], 'sample')}"
     crossings = _table(title, "value", "shape", "stages", "gradient", "bytes", left=4)
     for crossing in report["crossings"]:
-        crossings.add_row(
+        crossings.add_words(
             crossing["value"],
             f"{crossing['dtype']} {' x '.join(map(str, crossing['shape']))}",
             f"{crossing['from']} -> {', '.join(map(str, crossing['to']))}",
             "comes back" if crossing["gradient"] else "none",
             printing.format_count(crossing["bytes"], "B"),
         )
-    out.print(crossings)
+    printing.print_table(out, crossings)
 
 
 def _show_stages(out: Console, report: dict[str, Any]) -> None:
@@ -205,7 +201,7 @@ def _show_stages(out: Console, report: dict[str, Any]) -> None:
     stages.columns[named.index("workers")].no_wrap = True
     for stage in report["stages"]:
         extra_cells = () if uniform else (stage["mesh"], ", ".join(map(str, stage["after"])) or "-")
-        stages.add_row(
+        stages.add_words(
             str(stage["stage"]),
             printing.format_ranges(stage["devices"]),
             *extra_cells,
@@ -216,7 +212,7 @@ def _show_stages(out: Console, report: dict[str, Any]) -> None:
             format_size(stage["held"]),
             f"{printing.format_duration(stage['seconds'])} ({stage['time_share']:.0%})",
         )
-    out.print(stages)
+    printing.print_table(out, stages)
     print(
         "of a rank: bytes of parameters, gradients and values (kept for backward passes, of all microbatches that are "
         "live at once), and time of both passes over a microbatch (of all work, the stage's share)"

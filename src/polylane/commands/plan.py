@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.text import Text
-
 from polylane.cluster.figures import format_size
 from polylane.commands import planning, printing
 from polylane.commands import user_inputs as inputs
 from polylane.errors import PolylaneError, format_plural
+from polylane.plan.spec import shorten_plan
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
@@ -127,14 +126,13 @@ def _row(ranked_plan: RankedPlan, cluster: Cluster) -> dict[str, Any]:
 def _show(answer: SearchResult, cluster: Cluster, words: Sequence[str]) -> None:
     skipped = f" ({answer.skipped_count} more cannot be the fastest)" if answer.skipped_count else ""
     title = f"Of {answer.rated_count} plans, {len(answer.fitting_candidates)} fit{skipped}; the fastest"
-    columns = ("plan", "workers", "step", "samples/s", "memory", "computing", "messages", "price")
+    columns = ("plan", "workers", "step", "samples/s", "memory", "computing", "moving", "price/step")
     grid = printing.make_table(title, *columns, left=["plan"])
-    grid.columns[0].overflow, grid.columns[0].ratio = "fold", 1
     for ranked_plan in answer.ranked_plans:
         row = _row(ranked_plan, cluster)
         bound = "" if ranked_plan is answer.ranked_plans[0] else "≤ "  # see _with_exact_memory
-        grid.add_row(
-            Text(row["plan"]),
+        grid.add_words(
+            shorten_plan(row["plan"]),
             str(row["workers"]),
             printing.format_duration(row["step_seconds"]),
             f"{row['samples_per_second']:,.1f}",
@@ -143,6 +141,6 @@ def _show(answer: SearchResult, cluster: Cluster, words: Sequence[str]) -> None:
             f"{row['moving']:.0%}",
             f"{row['price']:.2g}" if row["price"] else "",
         )
-    printing.console().print(grid)
+    printing.print_table(printing.console(), grid)
     for line in words:
         printing.console().print(line, markup=False)

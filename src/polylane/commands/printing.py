@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import shutil
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -62,12 +68,79 @@ def print_line(line: str) -> None:
     print(clean_text(line))
 
 
-def make_table(title: str, *columns: str, left: Collection[str] = ()) -> Table:
-    """Return an empty table: columns named in ``left`` are aligned to the left, those of numbers to the right."""
-    table = Table(box=box.SIMPLE, title=title)
+@dataclass(frozen=True)
+class BreakableText:
+    """Text of names, such as a plan: broken after a comma, a dot, a slash or a space, and nowhere else.
+
+    Attributes:
+        text: is printed as it is.
+    """
+
+    text: str
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        longest = max((cell_len(piece.rstrip()) for piece in self._pieces()), default=0)
+        return Measurement(min(longest, options.max_width), min(cell_len(self.text), options.max_width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines, width = [""], options.max_width
+        for piece in self._pieces():
+            if lines[-1] and cell_len(lines[-1] + piece.rstrip()) > width:
+                lines.append("")
+            lines[-1] += piece
+        yield Text("\n".join(line.rstrip() for line in lines), no_wrap=True, overflow="ignore")
+
+    def _pieces(self) -> list[str]:
+        return re.findall(r"[^,./ ]*(?:[,./]|\s+|$)", self.text)
+
+
+class WordTable(Table):
+    """Table whose words and figures stay whole: names break where a name may, and figures not at all."""
+
+    def add_words(self, *cells: str, style: str = "") -> None:
+        """Add a row: cells of columns that are aligned to the left are names, all others figures."""
+        renderables: list[BreakableText | str] = []
+        for column, cell in zip(self.columns, cells, strict=True):
+            text = clean_text(cell)
+            if column.justify != "left":  # rich takes the longest word of a figure for its least width
+                column.min_width = max(column.min_width or cell_len(str(column.header)), cell_len(text))
+            renderables.append(BreakableText(text) if column.justify == "left" else text)
+        self.add_row(*renderables, style=style or None)
+
+
+def make_table(title: str | Text, *columns: str, left: Collection[str] = (), **style: Any) -> WordTable:
+    """Return an empty table: columns named in ``left`` are aligned to the left, those of numbers to the right.
+
+    Args:
+        title: headline; a Text where it has a style of its own.
+        columns: names of the columns.
+        left: those whose cells are names, which may be broken where names may.
+        style: of the table, as rich takes it.
+    """
+    table = WordTable(title=title, **{"box": box.SIMPLE, **style})
     for name in columns:
-        table.add_column(name, justify="left" if name in left else "right")
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=name not in left)
     return table
+
+
+def print_table(out: Console, table: WordTable) -> None:
+    """Print a table; where the terminal is too narrow for its figures, each row as lines of ``column  figure``."""
+    for padding in ((0, 1), (0, 0)):
+        table.padding = padding
+        if Measurement.get(out, out.options.update(max_width=10_000), table).minimum <= out.width:
+            out.print(table)
+            return
+    if table.title:
+        out.print(table.title)
+    names = [str(column.header) for column in table.columns]
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    for cells in rows:
+        record = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for name, cell in zip(names, cells, strict=True):
+            if not isinstance(cell, str) or cell:
+                record.add_row(name, cell)
+        out.print(record)
+        out.print()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -81,6 +154,22 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise PolylaneError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole: an earlier one is replaced when the new one is complete.
+
+    Raises:
+        OSError: the file cannot be written; it has the path of the file itself.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def format_count(number: float, unit: str = "") -> str:

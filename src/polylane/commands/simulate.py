@@ -316,16 +316,16 @@ def _show_stages(stages: Sequence[dict[str, Any]]) -> None:
     for row in stages:
         memory = row["memory"]
         cells = (printing.format_duration(row[name]) for name in ("forward", "backward", "waits", "update"))
-        times.add_row(str(row["stage"]), row["mesh"], str(row["samples"]), *cells)
+        times.add_words(str(row["stage"]), row["mesh"], str(row["samples"]), *cells)
         parts = ("parameters", "gradients", "optimizer", "activations", "communication", "margin", "total")
         over = memory["total"] > row["limit"]
-        sizes.add_row(
+        sizes.add_words(
             str(row["stage"]),
             *(format_size(memory[name]) for name in parts),
             style="red" if over else "",
         )
-    printing.console().print(times)
-    printing.console().print(sizes)
+    printing.print_table(printing.console(), times)
+    printing.print_table(printing.console(), sizes)
     for row in stages:
         over = row["memory"]["total"] - row["limit"]
         if over > 0:
@@ -342,5 +342,5 @@ def _show_breakdown(rows: Sequence[dict[str, Any]]) -> None:
         shown[row["stage"]] += 1
         if shown[row["stage"]] <= TOP:
             times = (printing.format_duration(row[name]) for name in ("forward", "backward", "waits"))
-            grid.add_row(str(row["stage"]), row["operator"], str(row["nodes"]), *times)
-    printing.console().print(grid)
+            grid.add_words(str(row["stage"]), row["operator"], str(row["nodes"]), *times)
+    printing.print_table(printing.console(), grid)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from polylane.commands.logs.file_names import UNFINISHED, WHY
-from polylane.commands.printing import console, format_duration, make_table, print_json, write_text
+from polylane.commands.printing import console, format_duration, make_table, print_json, print_table, write_text
 from polylane.commands.requests import WhyRequest
 from polylane.diagnosis import report_file
 from polylane.diagnosis.report import HangReport
@@ -41,8 +41,8 @@ def run(request: WhyRequest) -> None:
     for rank in report.ranks:
         shown = rank.waits_on if rank.doing.name == "WAITING" else ""
         activity = f"{rank.doing}{f' ({shown})' if shown else ''}"
-        table.add_row(str(rank.rank), format_duration(rank.stalled), _printable(rank.place), _printable(activity))
-    out.print(table)
+        table.add_words(str(rank.rank), format_duration(rank.stalled), _printable(rank.place), _printable(activity))
+    print_table(out, table)
     draw = swimlane.ansi if sys.stdout.isatty() else swimlane.text
     print(_printable(draw(timeline, out.width), keep="\x1b\n"))
     for rank in report.ranks:

@@ -170,6 +170,17 @@ def format_degrees(meshes: Sequence[Degrees]) -> list[str]:
     return [f"data={data}", f"pipeline={len(meshes)}", *(f"{axis}={n}" for axis, n in inner.items() if n > 1)]
 
 
+def shorten_plan(line: str) -> str:
+    """Return a plan's line without degrees of 1, and without the schedule of what is no pipeline: ``tensor=2``.
+
+    It says the same plan, for people; a single worker is ``data=1``.
+    """
+    words = line.split(",")
+    is_pipeline = any(word.startswith("pipeline=") and word != "pipeline=1" for word in words) or "[" in line
+    redundant = {"data=1", "pipeline=1", *(() if is_pipeline else ("schedule=1f1b", "microbatches=1"))}
+    return ",".join(word for word in words if word not in redundant) or "data=1"
+
+
 def check_workers(workers: int, degrees: Sequence[str]) -> None:
     """Refuse more workers than any machine has, before anything is computed for each of them.
 

@@ -11,7 +11,7 @@ from polylane.cost.predict import Prediction
 from polylane.observe.time_account import account_time
 from polylane.plan.fixed_keys import ScheduleOption
 from polylane.plan.options import ROUND_ROBIN
-from polylane.plan.spec import format_degrees
+from polylane.plan.spec import format_degrees, shorten_plan
 from polylane.planner.ranked_plan import RankedPlan
 from polylane.planner.schedule_options import PLAIN_SCHEDULE, penalize
 from polylane.planner.search import SearchRequest, SearchResult, search
@@ -277,7 +277,8 @@ def advice_sentences(advice: Advice, best: RankedPlan, show_bytes: Callable[[flo
     if advice.schedule is not None:
         lines.append(_explain_schedule(advice.schedule, show_bytes))
     for name, line, times in advice.families[:4]:
-        lines.append(f"Best with {name} instead: {line}, {times:.2f} times as long.")
+        length = f"{times:.2f} times as long" if times >= 1.005 else "as long"
+        lines.append(f"Best with {name} instead: {shorten_plan(line)}, {length}.")
     if best.candidate.workers == 1:
         lines.append(f"One device is better than several: {_explain_single_device(advice)}.")
     elif advice.alone is not None:
@@ -285,7 +286,7 @@ def advice_sentences(advice: Advice, best: RankedPlan, show_bytes: Callable[[flo
     elif advice.one_is_too_small:
         lines.append("One device alone does not have the memory.")
     for help_ in advice.helps:
-        lines.append(f"With {help_.change}: {help_.faster:.2f} times as fast, as {help_.plan}.")
+        lines.append(f"With {help_.change}: {help_.faster:.2f} times as fast, as {shorten_plan(help_.plan)}.")
     if not advice.helps:
         lines.append("Neither faster links, nor more memory, nor a bigger batch would make it more than 3% faster.")
     for line, times, lack in advice.excluded[:3]:

@@ -265,6 +265,13 @@ class ProgramBinder:
         for stage in range(self._plan.pipeline):
             for name in partition.parameters(stage):
                 if name in holders and self._plan.first_chunk(stage) not in holders[name]:
+                    if partition.graph.output_form is not None:
+                        raise PolylaneError(
+                            f"pipeline={self._plan.pipeline}: metrics(model, batch) or predict(model, batch) needs "
+                            f"{name} on stage {stage}, which stage {min(holders[name])} holds: it runs the model in "
+                            "another order than the loss, or a second time with other inputs, or through a module that "
+                            "cannot be captured; call it as the loss does, or take a plan without pipeline"
+                        )
                     raise PolylaneError(
                         f"for batches of this form stage {stage} needs {name}, which stage {min(holders[name])} "
                         "holds since the first step was cut into stages: begin with a batch, or a loss, of the form "

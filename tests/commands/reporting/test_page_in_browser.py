@@ -195,8 +195,7 @@ def test_pages_of_swimlanes_open_without_a_message(tmp_path: Path, run: Path, wi
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ReportServer]:
     folder = write_run(tmp_path / "live", steps=20)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    (folder / "metrics.jsonl").write_text("\n".join(line for line in lines if '"end"' not in line) + "\n")
+    (folder / "goodput.json").unlink()
     (folder / "model.safetensors").unlink()
     with ReportServer([folder]) as served:
         thread = Thread(target=served.serve_forever)

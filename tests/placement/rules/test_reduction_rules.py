@@ -169,7 +169,7 @@ def test_logsumexp(of: tuple[list[int], list[int], bool, int], shift: float) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["prod.dim_int", "nanmean", "argmax", "argmin", "max.dim", "min.dim", "median.dim", "nanmedian.dim", "mode",
+    "name", ["prod.dim_int", "nanmean", "max.dim", "min.dim", "median.dim", "nanmedian.dim", "mode",
              "aminmax", "kthvalue"],
 )  # fmt: skip
 @given(reductions())
@@ -195,6 +195,24 @@ def test_others_keep_what_they_reduce(name: str, of: tuple[list[int], list[int],
 def test_norms_keep_what_they_are_over(order: Any, dims: list[int] | None, kept: set[int], keepdim: bool) -> None:
     operator = aten.linalg_norm.ord_str if isinstance(order, str) else aten.linalg_norm.default
     assert cut_inputs(check(operator, [numbers([3, 4, 5]), order, dims, keepdim])) == kept
+
+
+@pytest.mark.parametrize("name", ["argmax", "argmin"])
+@given(reductions(), st.sampled_from([torch.float64, torch.int64, torch.uint8]))
+@settings(max_examples=subsets.examples(12), deadline=None)
+def test_positions_of_extremes(name: str, of: tuple[list[int], list[int], bool, int], dtype: torch.dtype) -> None:
+    shape, dims, keepdim, degree = of
+    # Few different values: the first of equal ones counts, on whichever rank it is.
+    x = (numbers(shape, grad=False) * 2).round().abs().to(dtype)
+    checked = check(getattr(aten, name).default, [x, dims[0], keepdim], degree=degree, cuts=uneven_cuts(shape, degree))
+    assert cut_inputs(checked) == large_dims(shape)
+
+
+def test_positions_of_nan_and_infinities() -> None:
+    x = torch.tensor([[1.0, math.inf, 2, math.nan, 3, math.nan], [-math.inf, 1, math.inf, 2, math.inf, -1]])
+    x = torch.cat([x, torch.full((1, 6), -math.inf)])
+    for operator in (aten.argmax.default, aten.argmin.default):
+        assert cut_inputs(check(operator, [x, 1, False], degree=3)) == {0, 1}
 
 
 def test_reductions_to_one_position_are_whole() -> None:

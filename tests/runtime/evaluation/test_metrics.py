@@ -209,6 +209,28 @@ def picture_metrics(model: nn.Module, batch: Any) -> dict[str, Any]:
     return {"iou": (IOU, choices, batch[1]), "pixels": (choices == batch[1]).double()}
 
 
+class Uncaptured(nn.Module):
+    """A layer that export cannot follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sign = 1.0 if float(x.detach().numpy().shape[1]) > 0 else -1.0
+        return torch.tanh(self.linear(x)) * sign
+
+
+def uncaptured() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Uncaptured(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def leaf_metrics(model: nn.Module, batch: Any) -> dict[str, Any]:
+    choices = model(batch[0]).argmax(-1)
+    return {"accuracy": choices == batch[1], "f1": (F1, choices, batch[1])}
+
+
 CASES = {
     "classes": Evaluated(classifier, labelled, classify, class_metrics),
     "texts": Evaluated(lambda: Words().double(), texts, next_token, text_metrics),
@@ -269,8 +291,21 @@ def evaluate_under(case: Evaluated, plan: str) -> list[dict[str, float]]:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", CASES)
 def test_metrics_are_those_of_a_plain_loop(name: str, plan: str) -> None:
-    expected = evaluate_plainly(CASES[name])
-    results = evaluate_under(CASES[name], plan)
+    check_metrics(name, CASES[name], plan)
+
+
+@pytest.mark.parametrize("plan", ["data=2,servers=1", "data=2,servers=1,staleness=1", "pipeline=2,schedule=pipedream"])
+def test_metrics_of_other_rules_are_those_of_a_plain_loop(plan: str) -> None:
+    check_metrics("classes", CASES["classes"], plan)
+
+
+@pytest.mark.parametrize("plan", ["data=1", "pipeline=2,microbatches=1", "data=3,per_sample=0"])
+def test_metrics_behind_a_module_that_is_kept_whole(plan: str) -> None:
+    check_metrics("leaf", Evaluated(uncaptured, labelled, classify, leaf_metrics), plan)
+
+
+def check_metrics(name: str, case: Evaluated, plan: str) -> None:
+    expected, results = evaluate_plainly(case), evaluate_under(case, plan)
     assert all(result == results[0] for result in results)  # to the last bit, or a decision would differ
     assert results[0].keys() == expected.keys()
     for key, value in expected.items():

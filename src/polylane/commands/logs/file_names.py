@@ -4,6 +4,7 @@ MODEL = "model.safetensors"
 METRICS = "metrics.jsonl"
 GOODPUT = "goodput.json"
 PREDICTED = "predicted.json"
+REPORT = "report.html"
 WHY = "why.json"  # of a run that did not end well
 
 UNFINISHED = "unfinished"  # name of the folder in which a run writes while an earlier run's files are there

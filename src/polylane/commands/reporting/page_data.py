@@ -68,7 +68,7 @@ def describe_state(run: RunFiles) -> str:
     """Return whether a run has ended, as far as its files say: "ended", "failed", "running", or "" where unknown."""
     if run.failure:
         return "failed"
-    if run.end is not None or (run.folder / "model.safetensors").is_file():
+    if run.has_ended:
         return "ended"
     return "running" if run.attempts or run.steps else ""
 
@@ -203,7 +203,6 @@ def _collect_facts(run: RunFiles) -> list[list[str]]:
         began = curves.read_number(run.attempts[0].get("began"))
         facts += [["began", time.strftime("%Y-%m-%d %H:%M", time.localtime(began))]] if began else []
         facts += [["attempts", str(len(run.attempts))]] if len(run.attempts) > 1 else []
-    facts += [["checkpoints", str(len(run.checkpoints))]] if run.checkpoints else []
     facts += [["audited steps", str(len(run.audits))]] if run.audits else []
     return facts
 
@@ -229,13 +228,10 @@ def _padded(values: Sequence[float], length: int) -> list[float]:
 
 def _collect_goodput(run: RunFiles) -> dict[str, Any]:
     """Return the wall time of the run by cause, the most first."""
-    ledger = (run.end or {}).get("goodput")
-    if not isinstance(ledger, dict):
-        return {}
-    table = read_mapping(ledger.get("seconds")) or ledger
-    numbers = {str(cause): curves.read_number(value) for cause, value in table.items()}
+    seconds = read_mapping(run.goodput.get("seconds"))
+    numbers = {str(cause): curves.read_number(value) for cause, value in seconds.items()}
     causes = sorted(((v, cause) for cause, v in numbers.items() if v), reverse=True)
-    wall = curves.read_number(ledger.get("wall_seconds")) or sum(value for value, _ in causes)
+    wall = curves.read_number(run.goodput.get("wall_seconds")) or sum(value for value, _ in causes)
     return {"wall": wall, "causes": [[cause, round(value, 3)] for value, cause in causes]} if causes else {}
 
 

@@ -6,20 +6,19 @@ import base64
 import gzip
 import hashlib
 import json
-import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from polylane.commands.logs.file_names import REPORT
+from polylane.commands.printing import replace_text
 from polylane.commands.reporting.page_data import collect_run
 from polylane.commands.reporting.run_files import read_run
 from polylane.errors import PolylaneError
 from polylane.observe.swimlane.html import swimlane_script
 from polylane.observe.swimlane.svg import escape
 
-REPORT = "report.html"
 ASSETS = Path(__file__).with_name("assets")
 POLL_SECONDS = 2.0  # between two questions of a live page
 
@@ -34,13 +33,9 @@ def write_report(folder: Path) -> Path:
         PolylaneError: there is no run in the folder, or the page cannot be written.
     """
     page, path = build_page([folder]), folder / REPORT
-    unfinished = path.with_name(f".{REPORT}.{os.getpid()}")
     try:
-        unfinished.write_text(page, encoding="utf-8")
-        os.replace(unfinished, path)
+        replace_text(path, page)
     except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
         raise PolylaneError(f"{path} cannot be written: {error.strerror or error}") from error
     return path
 

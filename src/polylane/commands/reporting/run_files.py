@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from polylane.commands.logs.file_names import UNFINISHED, WHY
+from polylane.commands.logs.file_names import GOODPUT, METRICS, MODEL, PREDICTED, UNFINISHED, WHY
 from polylane.diagnosis import report_file
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Timeline
@@ -29,10 +29,10 @@ class RunFiles:
         folder: where the files are: below ``path`` while an earlier run's files are there.
         steps: lines of steps, the latest of each number, in order of their numbers.
         epochs: lines of epochs, in order.
-        attempts: what each attempt said when it began.
-        checkpoints: one entry for each that was saved.
+        attempts: of the run, in order: when each began, its plan and workers, and the step that it went on from.
         audits: verdicts of steps that were made again.
-        end: what the run said at its end; None: it has not ended, or not well.
+        goodput: where the wall time went; with the run's verdict once it has ended.
+        has_ended: whether it has ended well.
         timelines: of kept steps, by what each is: typical, slowest, first, last.
         predicted: what was predicted before it began; empty where nothing was.
         plan: text of plan.yaml; "" where there is none.
@@ -45,9 +45,9 @@ class RunFiles:
     steps: Sequence[Line] = ()
     epochs: Sequence[Line] = ()
     attempts: Sequence[Line] = ()
-    checkpoints: Sequence[Line] = ()
     audits: Sequence[Line] = ()
-    end: Line | None = None
+    goodput: Line = field(default_factory=dict)
+    has_ended: bool = False
     timelines: Mapping[str, Timeline] = field(default_factory=dict)
     predicted: Line = field(default_factory=dict)
     plan: str = ""
@@ -62,7 +62,7 @@ def read_mapping(value: Any) -> Mapping[str, Any]:
 
 def find_folder(path: Path) -> Path:
     """Return the folder that a run's files are in: where an earlier run's stay until this one has ended well, below."""
-    return path / UNFINISHED if (path / UNFINISHED / "metrics.jsonl").is_file() else path
+    return path / UNFINISHED if (path / UNFINISHED / METRICS).is_file() else path
 
 
 def read_run(path: Path) -> RunFiles:
@@ -75,9 +75,11 @@ def read_run(path: Path) -> RunFiles:
         raise PolylaneError(f"{path} is no folder of a run")
     folder = find_folder(path)
     missing: list[str] = []
-    lines = _read_metrics(folder / "metrics.jsonl", missing)
+    lines = _read_metrics(folder / METRICS, missing)
     timelines = _read_timelines(folder, missing)
-    predicted = _read_object(folder / "predicted.json", "what was predicted of the run", missing)
+    predicted = _read_object(folder / PREDICTED, "what was predicted of the run", missing)
+    goodput = _read_object(folder / GOODPUT, "", [])
+    attempts = goodput.get("attempts")
     plan = _read_text(folder / "plan.yaml") or str(predicted.get("plan_yaml", ""))
     if folder != path:
         missing.append(
@@ -92,10 +94,10 @@ def read_run(path: Path) -> RunFiles:
         folder,
         [steps[number] for number in sorted(steps)],
         lines["epoch"],
-        [line["attempt"] for line in lines["attempt"]],
-        [line["checkpoint"] for line in lines["checkpoint"]],
+        [read_mapping(attempt) for attempt in attempts] if isinstance(attempts, list) else [],
         [line["audit"] for line in lines["audit"]],
-        next((line["end"] for line in reversed(lines["end"])), None),
+        goodput,
+        bool(goodput.get("verdict")) or (folder / MODEL).is_file(),
         timelines,
         predicted,
         plan,
@@ -106,7 +108,7 @@ def read_run(path: Path) -> RunFiles:
 
 def _read_metrics(path: Path, missing: list[str]) -> dict[str, list[Line]]:
     """Return the lines of metrics.jsonl by their kind; what cannot be read, such as half a last line, is left out."""
-    lines: dict[str, list[Line]] = {kind: [] for kind in ("step", "epoch", "attempt", "checkpoint", "audit", "end")}
+    lines: dict[str, list[Line]] = {kind: [] for kind in ("step", "epoch", "audit")}
     text, unread = _read_text(path), 0
     if not text:
         missing.append("metrics.jsonl is not there or empty: there are no curves")
@@ -130,9 +132,8 @@ def _kind_of(line: Any) -> str:
     """Return the kind of a line; "" for what is none."""
     if not isinstance(line, dict):
         return ""
-    for kind in ("attempt", "checkpoint", "audit", "end"):
-        if isinstance(line.get(kind), dict):
-            return kind
+    if isinstance(line.get("audit"), dict):
+        return "audit"
     if not isinstance(line.get("step"), int):
         return ""
     return "epoch" if "train_loss" in line or "test_loss" in line else "step"

@@ -21,8 +21,8 @@ def describe_verdict(run: RunFiles) -> str:
     """Return how the run went in one sentence: its own, or of what was measured; "" where nothing is known."""
     if run.failure:
         return run.failure
-    if run.end is not None and run.end.get("verdict"):
-        return str(run.end["verdict"])
+    if run.goodput.get("verdict"):
+        return str(run.goodput["verdict"])
     shares, waits = _mean_shares(run)
     if not shares:
         return f"{format_plural(len(run.steps), 'step')}; where their time went was not measured" if run.steps else ""

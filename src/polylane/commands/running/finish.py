@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polylane.commands.logs.file_names import REPORT
 from polylane.commands.logs.goodput import describe_goodput
 from polylane.commands.printing import format_count, format_seconds, print_json, print_line
 from polylane.commands.progress import describe_test
@@ -111,7 +112,7 @@ def _print_outcome(
     if outcome.stop_reason:
         print_line(f"ended early: {outcome.stop_reason}")
     speed = f"{outcome.samples_per_second:,.0f} samples/s{_describe_traffic(outcome)}"
-    print_line(f"{speed}; a step is drawn in {folder.path / 'swimlane.html'}")
+    print_line(f"{speed}; see {folder.path / REPORT}")
     for line in sync_traffic_lines(outcome.traffic, len(outcome.traffic) - outcome.servers):
         print(line)
     if request.saves_checkpoints:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from polylane.commands.logs.file_names import GOODPUT, METRICS, MODEL, PREDICTED, UNFINISHED, WHY
+from polylane.commands.logs.file_names import GOODPUT, METRICS, MODEL, PREDICTED, REPORT, UNFINISHED, WHY
 from polylane.commands.logs.metrics_file import (
     MetricsFile,
     belongs_to_checkpoint,
@@ -26,16 +26,17 @@ from polylane.commands.logs.metrics_file import (
     lines_until,
     read_json,
 )
-from polylane.commands.printing import dump_json
+from polylane.commands.printing import dump_json, replace_text
 from polylane.diagnosis import report_file
 from polylane.diagnosis.report import HangReport
 from polylane.errors import PolylaneError
 from polylane.observe.swimlane import render as swimlane
 from polylane.observe.timeline import Timeline
+from polylane.output import say_at_once
 
 # All files of a run, in the order in which they are renamed: the weights first, since they are worth the most.
 PICTURES = ("timeline.json", "timelines.json", "trace.json", "swimlane.html")
-NAMES = (MODEL, "plan.yaml", "run.json", METRICS, GOODPUT, PREDICTED, *PICTURES)
+NAMES = (MODEL, "plan.yaml", "run.json", METRICS, GOODPUT, PREDICTED, *PICTURES, REPORT)
 ALL_NAMES = (*NAMES, WHY)  # with that of a run that did not end well
 
 ATTEMPT = ".attempt"  # name of the note in a folder of torchrun's workers: who started them, and where they write
@@ -68,7 +69,7 @@ class RunFolder:
         self._launch, self._warn = launch, warn
         self.continues = False
         self._metrics: MetricsFile | None = None
-        self._has_begun = False
+        self._has_begun, self._has_ended = False, False
         self._has_lost = False  # whether something could not be written, which is said once
         self._claim: int | None = None  # file descriptor of the folder, locked
         self._made: list[Path] = []  # folders that this run made, the innermost first
@@ -113,6 +114,8 @@ class RunFolder:
         try:
             yield
         finally:
+            if writes and not self._has_ended and self.kept() is not None:
+                self.report()  # of a run that did not end well: it shows where
             self.leave()
 
     def claim(self) -> None:
@@ -127,7 +130,7 @@ class RunFolder:
             self._lock()
             self._at = self._find_own_place()
             if self._launch:
-                _replace_text(self.path / ATTEMPT, f"{self._launch}\n{self._at.relative_to(self.path)}\n")
+                replace_text(self.path / ATTEMPT, f"{self._launch}\n{self._at.relative_to(self.path)}\n")
 
     def _find_own_place(self) -> Path:
         """Return the folder to write into, which an earlier attempt of this launch may have chosen."""
@@ -202,7 +205,7 @@ class RunFolder:
             if kept_metrics or self.continues:
                 goodput = read_json(earlier.with_name(GOODPUT))
             if resumed_at is not None:  # before anything is deleted: whenever this process ends, these lines are there
-                _replace_text(self.metrics, kept_metrics)
+                replace_text(self.metrics, kept_metrics)
             if self._at != self.path and not self.continues:
                 for name in ALL_NAMES:
                     if resumed_at is None or name != METRICS:
@@ -214,9 +217,9 @@ class RunFolder:
     def plan(self, text: str, options: Mapping[str, Any] | None = None) -> None:
         """Write the plan into plan.yaml, and the options of a recipe's run into run.json."""
         with self._starting("plan.yaml is that of an earlier attempt"):
-            _replace_text(self._at / "plan.yaml", text)
+            replace_text(self._at / "plan.yaml", text)
             if options is not None:
-                _replace_text(self._at / "run.json", dump_json(dict(options)))
+                replace_text(self._at / "run.json", dump_json(dict(options)))
 
     def metric(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl, at once. Where that fails and the run goes on, later lines are lost, too."""
@@ -230,17 +233,17 @@ class RunFolder:
         Where that fails, what was written before stays: a disk that is full is told of with the next metrics.
         """
         with suppress(OSError):
-            _replace_text(self._at / name, dump_json(data))
+            replace_text(self._at / name, dump_json(data))
 
     def timelines(self, timeline: Timeline, shown: Mapping[str, Timeline]) -> None:
         """Write the timeline of a typical step, as data and as pictures, and those of all steps that are kept."""
         with self._going_on("the timeline is lost"):
             self._at.mkdir(parents=True, exist_ok=True)  # it may have been removed during the training
-            _replace_text(self._at / "timeline.json", dump_json(timeline.to_dict()))
+            replace_text(self._at / "timeline.json", dump_json(timeline.to_dict()))
             steps = {name: step.to_dict() for name, step in shown.items()}
-            _replace_text(self._at / "timelines.json", dump_json({"steps": steps}))
-            _replace_text(self._at / "trace.json", dump_json(swimlane.perfetto(timeline)))
-            _replace_text(self._at / "swimlane.html", swimlane.html(timeline))
+            replace_text(self._at / "timelines.json", dump_json({"steps": steps}))
+            replace_text(self._at / "trace.json", dump_json(swimlane.perfetto(timeline)))
+            replace_text(self._at / "swimlane.html", swimlane.html(timeline))
 
     def why(self, report: HangReport) -> None:
         """Write what every worker was doing when the run stood still or failed; ``polylane why`` reads it."""
@@ -254,17 +257,27 @@ class RunFolder:
             (self.path / ATTEMPT).unlink(missing_ok=True)
             for folder in {self._at, self.path}:  # of an attempt that failed, or of an earlier run
                 (folder / WHY).unlink(missing_ok=True)
-            if self._at == self.path:
-                return
-            for name in NAMES:
+            for name in NAMES if self._at != self.path else ():
                 file = self._at / name
                 if file.exists():
                     os.replace(file, self.path / name)
                 else:  # a file of the earlier run alone: the folder must not mix two runs
                     (self.path / name).unlink(missing_ok=True)
-            with suppress(OSError):  # not empty: somebody else's files stay
-                self._at.rmdir()
-        self._at = self.path
+            if self._at != self.path:
+                with suppress(OSError):  # not empty: somebody else's files stay
+                    self._at.rmdir()
+        self._at, self._has_ended = self.path, True
+        self.report()
+
+    def report(self) -> None:
+        """Write the page of the run; where that fails, the run has its other files, and a warning says so."""
+        from polylane.commands.reporting.report_page import write_report
+
+        try:
+            write_report(self._at)
+        # A page is drawn from files that a user may have changed, at the end of hours of training.
+        except Exception as error:
+            (self._warn or say_at_once)(f"{self._at / REPORT} was not written: {error}")
 
     def add_weights(self, step: int, write: Callable[[Path], None]) -> Path | None:
         """Add the weights of a run that has made all of its steps, and died before they were written.
@@ -363,18 +376,6 @@ def _describe_kind(path: Path) -> str:
     if not os.path.exists(path) or os.path.isfile(path):
         return ""
     return "folder" if os.path.isdir(path) else "named pipe" if path.is_fifo() else "device or socket"
-
-
-def _replace_text(path: Path, text: str) -> None:
-    """Write a file whole: an earlier one is replaced when the new one is complete."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
-    except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _same_name(path: Path) -> Iterator[Path]:

@@ -15,6 +15,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from polylane.graph.capture.assign_keys import is_random
+from polylane.graph.capture.leaves import LeafCall
+from polylane.graph.capture.python.python_operators import FunctionCall
 from polylane.graph.nodes.memory import written_arguments
 
 # Their sizes follow the data: two calls of them are no repetition for torch's symbolic sizes.
@@ -32,7 +34,7 @@ def merge_repeated(graph: fx.Graph, shared: Collection[fx.Node]) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or node in shared or not _is_repeatable(node):
             continue
-        key = node.target, _freeze(node.args), _freeze(node.kwargs)
+        key = _identify(node.target), _freeze(node.args), _freeze(node.kwargs)
         original = originals.setdefault(key, node)
         if original is not node:
             node.replace_all_uses_with(original)
@@ -40,14 +42,29 @@ def merge_repeated(graph: fx.Graph, shared: Collection[fx.Node]) -> None:
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    """Return whether an operator returns the same value whenever it has the same arguments."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        if any(tag in node.target.tags for tag in _TAGS) or is_random(node) or written_arguments(node):
+    """Return whether an operator computes the same whenever it has the same arguments."""
+    target = node.target
+    if is_random(node) or written_arguments(node):
+        return False
+    if isinstance(target, torch._ops.OpOverload):
+        if any(tag in target.tags for tag in _TAGS):
             return False
-    elif getattr(node.target, "__module__", "") not in ("_operator", "math", "torch"):  # the user's own Python
+    elif isinstance(target, LeafCall | FunctionCall):
+        if getattr(target, "size_positions", ()):  # its sizes are functions, which do not compare
+            return False
+    elif getattr(target, "__module__", "") not in ("_operator", "math", "torch"):
         return False
     values = pytree.tree_leaves(node.meta.get("val"))
     return not any(free_unbacked_symbols(value) for value in values if isinstance(value, torch.Tensor | torch.SymInt))
+
+
+def _identify(target: Any) -> Any:
+    """Return what tells operators apart: each call of the user's own Python is an object of its own."""
+    if isinstance(target, LeafCall):
+        return id(target.module), _freeze(target.arguments), tuple(mode for _, mode in target.training)
+    if isinstance(target, FunctionCall):
+        return target.apply, _freeze(target.arguments)
+    return target
 
 
 def _freeze(argument: Any) -> Any:

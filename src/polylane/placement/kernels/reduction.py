@@ -206,6 +206,37 @@ class PowerNorm(torch.autograd.Function):
         return grads[0] * slope.masked_fill((out == 0.0) | (x == 0.0), 0.0), None, None, None
 
 
+class ShardedPosition:
+    """aten.argmax and argmin: the position of the first extreme along a dimension of which every rank has a part.
+
+    Args:
+        dim: index of the dimension, from 0.
+        keepdim: whether it stays, with size 1.
+        size: of the whole dimension.
+        sign: 1 for the largest value, -1 for the smallest.
+        ranges: ranges of the dimension that this rank has, as (start, stop).
+    """
+
+    __name__ = "position"
+
+    def __init__(self, dim: int, keepdim: bool, size: int, sign: int, ranges: Sequence[tuple[int, int]]) -> None:
+        self.dim, self.keepdim, self.size, self.sign, self.ranges = dim, keepdim, size, sign, tuple(ranges)
+
+    def __call__(self, axes: Sequence[Axis], x: Tensor, *_: Any, **__: Any) -> Tensor:
+        values = x.detach() if x.is_floating_point() else x.long()
+        values = values if self.sign > 0 else -values
+        if x.is_floating_point():  # NaN is before all others, for torch as well
+            values = values.nan_to_num(math.inf, torch.finfo(x.dtype).max, -math.inf)
+        extreme = max_over_axes(axes, values, [self.dim])
+        places = [torch.arange(start, stop, device=x.device) for start, stop in self.ranges]
+        shape = [-1 if d == self.dim else 1 for d in range(x.dim())]
+        positions = torch.cat([*places, torch.arange(0, device=x.device)]).view(shape)
+        # Equal extremes: the first counts, on whichever rank it is.
+        positions = torch.where(values == extreme, positions, self.size)
+        first = -max_over_axes(axes, -positions, [self.dim])
+        return first if self.keepdim else first.squeeze(self.dim)
+
+
 class ShardedExtreme:
     """aten.amax, amin, max, min, any and all; equal extremes share the gradient.
 

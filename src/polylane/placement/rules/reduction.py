@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from string import ascii_letters
 from typing import Any
 
 from polylane.placement.kernels import reduction as kernels
-from polylane.placement.kernels.collective_op import collective_strategy
+from polylane.placement.kernels.collective_op import all_reduce_bytes, call_along_axis, collective_strategy
 from polylane.placement.placement import PARTIAL, REPLICATE, Placement, Shard
 from polylane.placement.rules.by_dimension import (
     DimLabels,
@@ -38,7 +39,7 @@ def _kept_labels(dim_labels: DimLabels, call: OperatorCall, dims: Sequence[int])
 
 
 @rule(
-    "nanmean", "prod", "argmax", "argmin", "aminmax", "median", "nanmedian", "mode", "kthvalue", "linalg_norm",
+    "nanmean", "prod", "aminmax", "median", "nanmedian", "mode", "kthvalue", "linalg_norm",
     "linalg_matrix_norm",
 )  # fmt: skip
 def cut_kept_dims(call: OperatorCall) -> Iterator[Strategy]:
@@ -48,6 +49,29 @@ def cut_kept_dims(call: OperatorCall) -> Iterator[Strategy]:
     labels = _kept_labels(dim_labels, call, dims)
     if all(out.dim == len(labels) for out in call.outputs):
         yield from strategies_by_dimension(call, [dim_labels], [labels for _ in call.outputs])
+
+
+@rule("argmax", "argmin")
+def position_of_extreme(call: OperatorCall) -> Iterator[Strategy]:
+    """Any dimension; of everything (no ``dim``) the position is one in the whole tensor, which must be whole."""
+    yield from cut_kept_dims(call)
+    x, dim = call.inputs[0], call.arguments.get("dim")
+    if dim is None or not x.dim or x.dtype.is_complex:
+        return
+    (dim,) = _reduced_dims(call)
+    rows = math.prod(n for d, n in enumerate(x.shape) if d != dim)
+    local = partial(_find_position_in_part, dim=dim)
+    for cuts in call.common_cuts(x.at(dim)):
+        sent = all_reduce_bytes(rows, call.outputs[0].dtype.itemsize, call.degree, 2)
+        name, part = f"over dim {ascii_letters[dim]}", {0: Shard(dim, cuts)}
+        yield call.strategy(name, part, REPLICATE, local=local, sent=sent, messages=2)
+
+
+def _find_position_in_part(edit: RankCall, dim: int) -> None:
+    """Make a rank look for the extreme in its part of a dimension, whose positions are those of the whole."""
+    ranges, keepdim = edit.input_shard().ranges(edit.index), bool(edit.call.arguments.get("keepdim"))
+    size, sign = edit.call.inputs[0].shape[dim], 1 if edit.call.base == "argmax" else -1
+    call_along_axis(edit, kernels.ShardedPosition(dim, keepdim, size, sign, ranges))
 
 
 @rule("nansum", "count_nonzero")
