@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import platform
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -130,7 +129,7 @@ def describe_environment(workers: int, command: Sequence[str]) -> dict[str, Any]
         "system": f"{platform.system()} {platform.release()}",
         "host": socket.gethostname(),
         "devices": [device] * (workers if has_accelerator else 1),
-        "command": list(command or sys.argv),
+        "command": ["polylane", *command[1:]],
     }
 
 

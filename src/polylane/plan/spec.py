@@ -178,7 +178,7 @@ def shorten_plan(line: str) -> str:
     words = line.split(",")
     is_pipeline = any(word.startswith("pipeline=") and word != "pipeline=1" for word in words) or "[" in line
     redundant = {"data=1", "pipeline=1", *(() if is_pipeline else ("schedule=1f1b", "microbatches=1"))}
-    return ",".join(word for word in words if word not in redundant) or "data=1"
+    return ",".join(word for word in words if word not in redundant) or ("data=1" if line else "")
 
 
 def check_workers(workers: int, degrees: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from polylane.commands.reporting.page_lanes import count_traffic, draw_lanes, st
 from polylane.commands.reporting.run_files import RunFiles, read_mapping
 from polylane.commands.reporting.verdict import describe_changes, describe_verdict, rate_batches
 from polylane.observe.timeline import Timeline
+from polylane.plan.spec import shorten_plan
 
 SHARES = ("computing", "moving", "communicating", "waiting", "bubble")
 MOST_SHARES = 300  # points of the chart of shares, each a mean
@@ -19,7 +20,8 @@ CHARTS: Mapping[str, Mapping[str, str]] = {
     "loss": {"loss": "loss", "loss_max": "largest loss of a replica"},
     "learning_rate": {"learning_rate": "learning rate"},
     "gradient_norm": {"gradient_norm": "norm of the gradients"},
-    "throughput": {"samples_per_second": "samples/s", "tokens_per_second": "tokens/s"},
+    "throughput": {"samples_per_second": "samples/s"},
+    "tokens": {"tokens_per_second": "tokens/s"},
     "device_share": {
         "device_share": "of the devices' measured rate",
         "loading": "loading",
@@ -99,7 +101,7 @@ def _find_stages(run: RunFiles) -> list[Any]:
 
 def _find_plan(run: RunFiles) -> str:
     plans = [attempt.get("plan") for attempt in run.attempts] + [run.predicted.get("plan")]
-    return next((str(plan) for plan in reversed(plans) if plan), "")
+    return shorten_plan(next((str(plan) for plan in reversed(plans) if plan), ""))
 
 
 # Curves --------------------------------------------------------------------------------------------------------------

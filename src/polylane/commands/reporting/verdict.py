@@ -84,6 +84,12 @@ def describe_changes(run: RunFiles) -> list[str]:
         if (share := shares.get(name, 0.0)) >= WORTH:
             gain = 1 / max(0.1, 1 - share)
             sentences.append((gain, f"{words}: {share:.0%} of the time, up to {gain:.2f} times as fast without."))
+    wall = read_number(run.goodput.get("wall_seconds"))
+    for cause, value in read_mapping(run.goodput.get("seconds")).items():
+        share = (read_number(value) or 0.0) / wall if wall else 0.0
+        if cause in _BETWEEN_STEPS and share >= WORTH:
+            gain = 1 / max(0.1, 1 - share)
+            sentences.append((gain, f"{_BETWEEN_STEPS[cause]}: {share:.0%} of the wall time."))
     return [sentence for _, sentence in sorted(sentences, key=lambda item: -item[0])]
 
 
@@ -91,6 +97,17 @@ _CAUSES = {
     "loading": "Data that is not there when a step needs it",
     "moving": "Bytes that move while nothing is computed",
     "checkpoint_stall": "Checkpoints that hold up the steps",
+}
+
+
+# Causes of lost wall time that are no part of a step, see `polylane.commands.logs.goodput`.
+_BETWEEN_STEPS = {
+    "evaluation": "Tests of the model",
+    "start": "The start, before the first step",
+    "compiling": "Batches of new forms, which are captured",
+    "checkpoint": "Checkpoints that are saved between steps",
+    "redone steps": "Steps that were made again after a restart: save checkpoints more often",
+    "stopped": "Time between two attempts",
 }
 
 

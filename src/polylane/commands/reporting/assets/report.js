@@ -257,7 +257,7 @@ const waits = (run, number) => bars(tag(number) + "who was waited for", run.wait
 const traffic = (run, number) => bars(tag(number) + "bytes of a step, by kind", run.traffic.map(([kind, size]) => ({ name: kind, value: size, words: bytes(size) })));
 function goodput(run, number) {
   const { wall, causes } = run.goodput;
-  return causes ? bars(`${tag(number)}wall time: ${seconds(wall)}`, causes.map(([cause, time]) => ({
+  return causes ? bars(`${tag(number)}wall time: ${seconds(wall)}`, causes.filter(cause => cause[1] >= 0.005 * wall).map(([cause, time]) => ({
     name: cause, value: time, words: `${seconds(time)} (${percent(time / wall)})`, fill: cause === "computing" ? "var(--computing)" : "var(--waiting)" }))) : "";
 }
 
@@ -308,7 +308,10 @@ function environment(run, number) {
 // --- all of it ---
 
 const each = make => data.runs.map(make);
-const grid = children => { const parts = children.flat().filter(Boolean); return parts.length ? el("div", { class: "grid" }, parts) : ""; };
+function grid(children) {
+  const parts = children.flat().filter(Boolean);
+  return parts.length ? el("div", { class: several() ? "grid pairs" : "grid" }, parts) : "";
+}
 function render() {
   const scroll = [scrollX, scrollY];
   for (const part of state.plots) part.plot?.destroy();
@@ -326,7 +329,8 @@ function render() {
     section("learning", "Loss and metrics", [logButton, grid([curves("loss", "loss", { log: state.log && canLog }), curves("metrics", "metrics"),
       curves("learning rate", "learning_rate"), curves("norm of the gradients", "gradient_norm")]),
       events.length ? el("ul", { class: "changes note" }, events) : "", thinned.length ? el("p", { class: "note" }, thinned[0]) : ""]),
-    section("speed", "Speed", [grid([curves("throughput", "throughput"), curves("shares", "rates", { tick: percent })])]),
+    section("speed", "Speed", [grid([curves("samples/s", "throughput"), curves("tokens/s", "tokens"),
+      curves("shares", "rates", { tick: percent })])]),
     section("noise", "Noise and batch", [grid([curves("noise scale, samples", "noise"), each(batches)])]),
     section("memory", "Memory and bytes", [grid([each(memory), each(traffic)])]),
     section("plan", "Plan", [each(stagePicture), each(planText)]),
