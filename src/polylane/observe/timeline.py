@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from importlib import import_module
 from typing import Any
 
 from polylane.schedule.action import COMPUTE, Action, ActionKind
@@ -43,7 +44,7 @@ class Span:
     is_hung: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
     """The spans of one step, or of several, on ``ranks`` lanes.
 
@@ -73,6 +74,16 @@ class Timeline:
                 raise ValueError(f"{span} lies outside the timeline's {self.ranks} ranks")
             if not -math.inf < span.start <= span.end < math.inf:  # this refuses NaN, too
                 raise ValueError(f"{span} must have a finite start that is not after its end")
+
+    def __repr__(self) -> str:
+        name = f"{self.title!r}, " if self.title else ""
+        length, share = f"{self.makespan():.6g} {self.unit}", f"{self.utilization():.1%} computing"
+        return f"<Timeline: {name}{self.ranks} ranks, {len(self.spans)} spans, {length}, {share}>"
+
+    def _repr_html_(self) -> str:
+        """Return the swimlane, which a notebook shows in the timeline's cell."""
+        # Pictures are drawn of timelines: they are looked up by name, not imported here.
+        return str(import_module("polylane.observe.swimlane.notebook_cell").draw_cell(self))
 
     def start(self) -> float:
         """Return when the first span starts; 0 where there is none."""

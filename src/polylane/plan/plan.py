@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping
+from html import escape
 from typing import Any, Literal
 
 import pydantic
@@ -305,6 +306,18 @@ class Plan(StrictMapping, PlanOptions):  # type: ignore[misc]  # pydantic freeze
         if self._found is None or self._found.stages is not self.stages:
             self._found = index_stages(self.stages)
         return self._found
+
+    def __repr__(self) -> str:
+        return f"<Plan: {self.spec}, {self.workers} workers>"
+
+    def _repr_html_(self) -> str:
+        """Return the plan's line and its stages on their ranks, for a notebook's cell."""
+        heads = "".join(f"<th>{name}</th>" for name in ("stage", "ranks", "mesh"))
+        rows = "".join(
+            f"<tr><td>{stage}</td><td>{', '.join(map(str, spec.devices))}</td><td>{self.degrees(stage)}</td></tr>"
+            for stage, spec in enumerate(self.stages)
+        )
+        return f"<p><code>{escape(self.spec)}</code></p><table><tr>{heads}</tr>{rows}</table>"
 
     @property
     def spec(self) -> str:

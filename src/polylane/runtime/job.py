@@ -108,6 +108,13 @@ class Job(JobEvaluations):
     def __repr__(self) -> str:
         return f"<Job: {describe_training(self.plan, self.world)}, rank {self._rank}, step {self.position.step}>"
 
+    def _repr_html_(self) -> str:
+        """Return this worker's facts for a notebook's cell; no other worker takes part."""
+        from polylane.observe.swimlane.notebook_cell import draw_facts
+
+        facts = {"plan": self.plan.spec, "workers": self.plan.workers, "rank": self._rank, "device": self.world.device}
+        return draw_facts("Job", {**facts, "step": self.position.step})
+
     # ---- training ----------------------------------------------------------------------------------------------------
 
     @collective("job.step")

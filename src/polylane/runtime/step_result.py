@@ -170,6 +170,20 @@ class StepResult:
     # What the last numbers are, where the gradient noise is measured.
     _noise: NoiseReading | None = None
 
+    def __repr__(self) -> str:
+        # To look at a result must not wait for the other workers.
+        loss = f"loss {self.loss:.6g}" if self.is_complete else "still being summed"
+        return f"<StepResult: step {self.step}, {self.samples} samples, {loss}>"
+
+    def _repr_html_(self) -> str:
+        """Return the facts, with the swimlane of the step once it is complete, for a notebook's cell."""
+        from polylane.observe.swimlane.notebook_cell import draw_cell, draw_facts
+
+        facts: dict[str, object] = {"step": self.step, "samples": self.samples}
+        if not self.is_complete:
+            return draw_facts("step, still being summed", facts)
+        return draw_facts("step", {**facts, "loss": f"{self.loss:.6g}"}) + draw_cell(self.timeline)
+
     @property
     def loss(self) -> float:
         """The loss of the whole batch, before the step changed the weights."""
