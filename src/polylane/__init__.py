@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from polylane.callbacks.callback import Callback as Callback
     from polylane.errors import PolylaneError as PolylaneError
     from polylane.recipe import Mean as Mean
+    from polylane.runtime.data.sample_order import LengthSampler as LengthSampler
     from polylane.runtime.data_parallel import data_parallel
     from polylane.runtime.job import Job as Job
     from polylane.runtime.step_result import StepResult
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Callback": "polylane.callbacks.callback",
     "Job": "polylane.runtime.job",
+    "LengthSampler": "polylane.runtime.data.sample_order",
     "Mean": "polylane.recipe",
     "PolylaneError": "polylane.errors",
     "StepResult": "polylane.runtime.step_result",
@@ -36,6 +38,7 @@ _HOMES = {
 __all__ = [
     "Callback",
     "Job",
+    "LengthSampler",
     "Mean",
     "PolylaneError",
     "StepResult",

@@ -146,6 +146,49 @@ Noise = Annotated[
         "allows, where the plan allows it; on: in every step.",
     ),
 ]
+Ema = Annotated[
+    float | None,
+    typer.Option(
+        "--ema",
+        metavar="D",
+        help="Keep an exponential moving average of the weights, of which the part D (0.999) remains in a step. Tests "
+        "and the saved weights are the average's.",
+    ),
+]
+Accumulate = Annotated[
+    int,
+    typer.Option(
+        "--accumulate",
+        metavar="N",
+        min=1,
+        max=2**20,
+        help="Add up the gradients of N batches before an update: a step has N times --batch samples, in N times as "
+        "many microbatches.",
+    ),
+]
+LoaderWorkers = Annotated[
+    int,
+    typer.Option("--loader-workers", metavar="N", min=0, help="Processes of each worker that load batches ahead."),
+]
+Prefetch = Annotated[
+    int | None,
+    typer.Option("--prefetch", metavar="N", min=1, help="Batches that each of --loader-workers loads ahead."),
+]
+OverfitBatches = Annotated[
+    int | None,
+    typer.Option(
+        "--overfit-batches",
+        metavar="N",
+        min=1,
+        help="Train on the first N batches only, in their order, and test on them: a model that works overfits them.",
+    ),
+]
+FastDevRun = Annotated[
+    bool,
+    typer.Option(
+        "--fast-dev-run", help="Run one batch of the training data and one of the test data, to find mistakes."
+    ),
+]
 Log = Annotated[
     str,
     typer.Option(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +21,14 @@ from polylane.commands.requests import (
     build_request,
     default_restarts,
 )
-from polylane.commands.running.option_groups import GoalOptions, SavingOptions, TroubleOptions, WatchOptions
+from polylane.commands.running.option_groups import (
+    DataOptions,
+    GoalOptions,
+    LearningOptions,
+    SavingOptions,
+    TroubleOptions,
+    WatchOptions,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -50,12 +57,8 @@ def train(
     trouble: TroubleOptions,
     goals: GoalOptions,
     drop_last: options.DropLast = False,
-    optimizer: options.LargeBatchOptimizer = None,
-    lr: options.LearningRate = None,
-    scale_lr: options.ScaleRate = None,
-    base_batch: options.BaseBatch = None,
-    warmup: options.Warmup = 0,
-    noise: options.Noise = "auto",
+    learning: LearningOptions,
+    data: DataOptions,
     json: Json = False,
 ) -> None:
     """Train a recipe's model on N workers.
@@ -79,16 +82,18 @@ def train(
     from polylane.commands import train as command
 
     (fewest, maximum), (size, largest) = workers or (None, None), parse_batch(batch)
+    size *= data.accumulate  # the samples of a step
     shared: dict[str, Any] = {"recipe": recipe, "batch": size, "settings": tuple(settings or ()), "seed": seed}
     split: dict[str, Any] = {"workers": maximum, "plan": plan, "clip_norm": clip_norm, "json": json, "audit": audit}
     length: dict[str, Any] = {"epochs": epochs, "steps": steps, "drop_last": drop_last, "run_folder": run}
     request = TrainRequest(
         **(shared | split | length | {"fewest_workers": fewest, "on_nan": on_nan}),
-        rates=LearningRateOptions(size, optimizer, lr, scale_lr, base_batch, warmup, noise, largest),
+        rates=replace(LearningRateOptions(size, *astuple(learning)), largest_batch=largest),
         saving=replace(saving, max_restarts=default_restarts(saving.max_restarts, workers)),
         trouble=trouble,
         watch=watch,
         goals=goals,
+        data=data,
     )
     command.run(request)
 

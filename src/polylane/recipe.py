@@ -33,11 +33,12 @@ SIGNATURES: Mapping[str, str] = {
     "collate": "collate(samples) -> batch",
     "init": "init(module) -> None",
     "metrics": "metrics(model, batch) -> dict",
+    "sampler": "sampler(dataset) -> Sampler",
     "callbacks": "callbacks() -> list of polylane.Callback",
 }
 REQUIRED = ("model", "loss", "optimizer", "data")
 ARGUMENTS = {"model": 0, "loss": 2, "optimizer": 1, "data": 1, "scheduler": 1, "collate": 1, "init": 1}
-ARGUMENTS |= {"metrics": 2, "callbacks": 0}
+ARGUMENTS |= {"metrics": 2, "callbacks": 0, "sampler": 1}
 
 
 class RecipeError(PolylaneError):
@@ -80,10 +81,12 @@ class Recipe:
         path: path of the recipe's file.
         name: name of the file, without ``.py``.
         settings: values that ``--set`` overrode, as text, by the name that the user gave.
-        scheduler: optimizer to a learning-rate scheduler, if the recipe has one.
+        scheduler: optimizer to a learning-rate scheduler, if the recipe has one. Arguments ``steps_per_epoch`` and
+            ``total_steps`` are given the training's.
         collate: a list of samples to a batch; torch's default where the recipe has none.
         init: for a model that is built on the meta device: fills the tensors that a module itself owns.
         callbacks: returns what is called while training, on every worker, if the recipe has it.
+        sampler: training dataset to a sampler or any series of indices, the order of an epoch; None: shuffled.
         metrics: (model, batch) to a dict of what is reported of the test data besides the loss, if the recipe has it.
     """
 
@@ -97,6 +100,7 @@ class Recipe:
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     collate: Callable[[list[Any]], Any] | None = None
     init: Callable[[nn.Module], None] | None = None
+    sampler: Callable[[Any], Iterable[int]] | None = None
     metrics: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None
     callbacks: Callable[[], Sequence[Any]] | None = None
 

@@ -19,7 +19,8 @@ from polylane.commands.learning_rates import LearningRateOptions
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.recipe_training import load_materials
 from polylane.errors import PolylaneError
-from polylane.runtime.data.loader import begin_epoch, sample_order
+from polylane.runtime.data.loader import begin_epoch
+from polylane.runtime.data.sample_order import sample_order
 from polylane.runtime.job import Job
 from tests.support import subsets
 from tests.support.workers.training import assert_same, batch_of, classify, mlp, plainly, sgd, workers

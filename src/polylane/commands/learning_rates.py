@@ -42,6 +42,7 @@ class LearningRateOptions:
         warmup: number of steps in which learning rates rise to their full value.
         noise: whether the gradient noise is measured: "on" in every step, "auto" in as many as 2% of the time allow,
             and not where the plan does not allow it.
+        ema: part of the weights' moving average that remains in a step; None: none is kept.
         largest_batch: number of samples up to which the batch may grow with the noise; 0: as far as the data allow;
             None: it stays as it is.
 
@@ -56,6 +57,7 @@ class LearningRateOptions:
     base_batch: int | None = None
     warmup: int = 0
     noise: NoiseMode = "auto"
+    ema: float | None = None
     largest_batch: int | None = None
 
     def __post_init__(self) -> None:
@@ -73,13 +75,15 @@ class LearningRateOptions:
     def apply_to(self, recipe: Recipe) -> Recipe:
         """Return the recipe with this optimizer and these learning rates."""
         # Imported here, since polylane.optim imports torch, and options are checked before that.
-        from polylane.optim import scaled_optimizer, warmed_scheduler
+        from polylane.optim import averaged_optimizer, scaled_optimizer, warmed_scheduler
 
         if self.optimizer is not None and self.lr is not None:
             recipe = replace(recipe, optimizer=partial(_large_batch, self.optimizer, self.lr))
         if self.rule is not None and self.base_batch is not None:
             scaled = scaled_optimizer(recipe.optimizer, self.batch, self.base_batch, self.rule)
             recipe = replace(recipe, optimizer=scaled)
+        if self.ema is not None:
+            recipe = replace(recipe, optimizer=averaged_optimizer(recipe.optimizer, self.ema))
         if self.warmup:
             recipe = replace(recipe, scheduler=warmed_scheduler(recipe.scheduler, self.warmup))
         return recipe

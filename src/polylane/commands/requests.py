@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from polylane.commands.running.option_groups import GoalOptions, OnNan, SavingOptions, TroubleOptions, WatchOptions
+from polylane.commands.running.option_groups import (
+    DataOptions,
+    GoalOptions,
+    OnNan,
+    SavingOptions,
+    TroubleOptions,
+    WatchOptions,
+)
 from polylane.verify.audit import AuditMode
 
 if TYPE_CHECKING:
@@ -135,6 +142,7 @@ class TrainRequest(WorkersRequest, FolderRequest):
         on_nan: reaction to a loss that is not finite: "stop", naming the first operator, or "warn" and go on.
         drop_last: leave out an epoch's last batch where it has fewer samples than the others.
         rates: changes to the recipe's optimizer and learning rates.
+        data: how batches are read, and how many of them.
         goals: results of the tests at which the training ends, or whose best steps are kept.
         model_path: the file that the weights are written to; None until the run's folder is claimed.
     """
@@ -145,6 +153,7 @@ class TrainRequest(WorkersRequest, FolderRequest):
     on_nan: OnNan = "stop"
     drop_last: bool = False
     rates: LearningRateOptions
+    data: DataOptions = field(default_factory=DataOptions)
     goals: GoalOptions = field(default_factory=GoalOptions)
     model_path: Path | None = None
 

@@ -31,6 +31,7 @@ from polylane.commands.running.run_options import complete_options, open_folder
 from polylane.errors import PolylaneError
 from polylane.output import put_work_first, say_at_once
 from polylane.plan.fixed_keys import parse_auto
+from polylane.plan.spec import default_microbatches
 from polylane.runtime.workers.launch_environment import Launch, is_first_of_host
 from polylane.runtime.workers.stop_request import Stopped, StopRequest
 
@@ -61,7 +62,7 @@ def run(request: TrainRequest) -> None:
     # Before anything takes long: a plan that is searched, or a recipe that imports torch.
     with training.handle_signals():
         # 2. Plan. The recipe is loaded here only to report its mistakes at once; workers load it again.
-        request = replace(request, plan=_choose_plan(request, launch))
+        request = replace(request, plan=accumulate_passes(_choose_plan(request, launch), request))
         inputs.open_recipe(request)
 
         # 3. Claim.
@@ -94,6 +95,9 @@ def _complete_options(request: TrainRequest, launch: Launch) -> TrainRequest:
     if request.epochs is not None and request.steps is not None:
         raise PolylaneError("--epochs and --steps exclude each other: give one of them")
     inputs.check_positive("--clip-norm", request.clip_norm)
+    if request.data.fast_dev_run:
+        saving = replace(request.saving, save_every=None, max_restarts=0)
+        request = replace(request, epochs=None, steps=1, saving=saving)
     request.goals.build()
     request.goals.build_best()
     return complete_options(request, launch)
@@ -106,6 +110,17 @@ def _choose_plan(request: TrainRequest, launch: Launch) -> AnyPlan | str:
     if request.workers not in (None, launch.size) and request.fewest_workers is None:
         raise PolylaneError(f"--workers {request.workers}, but torchrun started {launch.size}: they must be equal")
     return str(request.plan)
+
+
+def accumulate_passes(plan: AnyPlan | str, request: TrainRequest) -> AnyPlan | str:
+    """Return the plan with so many times as many microbatches as batches are to be accumulated.
+
+    A plan that is searched, or yet to be, is one for the samples of a step: it has the microbatches that are fastest.
+    """
+    parts = request.data.accumulate
+    if isinstance(plan, str) or parts == 1 or parse_auto(request.plan) is not None:
+        return plan
+    return replace(plan, microbatches=parts * default_microbatches(plan, request.batch // parts))
 
 
 @contextmanager

@@ -137,21 +137,22 @@ def open_recipe(request: RecipeRequest) -> Recipe:
         RecipeError: the recipe or a setting is wrong.
     """
     recipe = recipes.load(request.recipe, recipes.parse_assignments(request.settings))
-    scheduler, collate = recipe.scheduler, recipe.collate
+    scheduler, collate, sampler = recipe.scheduler, recipe.collate, recipe.sampler
     return replace(
         recipe,
         model=_guard_function(recipe, "model()", recipe.model),
         optimizer=_guard_function(recipe, "optimizer(parameters)", recipe.optimizer),
         scheduler=scheduler and _guard_function(recipe, "scheduler(optimizer)", scheduler),
         collate=collate and _guard_function(recipe, "collate(samples)", collate),
+        sampler=sampler and _guard_function(recipe, "sampler(dataset)", sampler),
     )
 
 
 def _guard_function(recipe: Recipe, call: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def guarded(*args: Any) -> Any:
+    def guarded(*args: Any, **keywords: Any) -> Any:
         with blamed_on(recipe, call):
-            return function(*args)
+            return function(*args, **keywords)
 
     return guarded
 
@@ -234,8 +235,11 @@ def open_problem(recipe: Recipe, request: RecipeRequest) -> OpenedProblem:
     from polylane.compile.unusable_modules import refuse_unusable_settings
 
     refuse_unusable_settings()  # not where a model is built for a prediction, on the meta device
-    rehearse_optimizer(recipe, model)
     dataset = open_data(recipe, "train")
+    from polylane.commands.running.recipe_data import tell_steps
+
+    recipe = tell_steps(recipe, dataset, request)
+    rehearse_optimizer(recipe, model)
     example, dataset, keeps_state = _read_example(recipe, dataset, request.batch)
     refuse_unusable_settings()
     return OpenedProblem(problem_of(recipe, model, example, request.batch), dataset, keeps_state)
@@ -314,6 +318,11 @@ def _read_example(recipe: Recipe, dataset: Any, size: int) -> tuple[Any, Any, bo
     return example, dataset, keeps_state
 
 
+def _take(order: list[int], samples: int) -> list[int]:
+    """Return an order that is known, whatever the dataset's number of samples."""
+    return order
+
+
 def _first_samples(recipe: Recipe, dataset: Any, count: int, order: Callable[[int], Sequence[int]]) -> list[Any]:
     """Return up to ``count`` samples; of a map-style dataset in the order that its length gives."""
     from polylane.runtime.data.loader import is_mapped
@@ -357,7 +366,8 @@ def whole_batches(recipe: Recipe, size: int, count: int, seed: int) -> list[Any]
     Raises:
         PolylaneError: there are no samples, or they do not make a batch.
     """
-    from polylane.runtime.data.loader import begin_epoch, sample_order
+    from polylane.runtime.data.loader import begin_epoch
+    from polylane.runtime.data.sample_order import draw_order, sample_order
 
     dataset = open_data(recipe, "train")
     batches: list[Any] = []
@@ -365,7 +375,10 @@ def whole_batches(recipe: Recipe, size: int, count: int, seed: int) -> list[Any]
         if len(batches) == count:
             break
         begin_epoch(dataset, epoch)
-        order = functools.partial(sample_order, epoch=epoch, seed=seed)
+        order: Callable[[int], list[int]] = functools.partial(sample_order, epoch=epoch, seed=seed)
+        if recipe.sampler is not None:
+            drawn_order = draw_order(recipe.sampler, dataset, epoch, seed)
+            order = functools.partial(_take, drawn_order)
         samples = _first_samples(recipe, dataset, size * (count - len(batches)), order)
         # Without samples collate_samples raises its own message.
         batches += [collate_samples(recipe, samples[at : at + size]) for at in range(0, len(samples), size)] or [

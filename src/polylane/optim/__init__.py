@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from polylane.optim.averaging import averaged_optimizer
 from polylane.optim.lamb import LAMB
 from polylane.optim.lars import LARS
 from polylane.optim.rates import Warmup, scale_rates, scaled, scaled_optimizer, warmed_scheduler, warmup
@@ -16,6 +17,7 @@ __all__ = [
     "SumOverHolders",
     "Warmup",
     "apart",
+    "averaged_optimizer",
     "scale_rates",
     "scaled",
     "scaled_optimizer",

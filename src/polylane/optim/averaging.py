@@ -2,8 +2,8 @@
 
 torch's ``swa_utils.AveragedModel`` is a second model, which a training that is split over workers would have to split
 again. Here the average is a part of the optimizer's state, beside the moments of Adam: so it is sharded, saved and
-resumed as these are. The optimizer gets ``train()`` and ``eval()``, as schedule-free methods have (:mod:`.modes`), which
-exchange weights and average.
+resumed as these are. The optimizer gets ``train()`` and ``eval()``, which exchange weights and average, as
+schedule-free methods have (:mod:`.modes`).
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class _Averaging(torch.optim.Optimizer):
         self._exchange(True)
 
     @torch.no_grad()
-    def _exchange(self, averaged: bool) -> None:
+    def _exchange(self, averages: bool) -> None:
         for group in self.param_groups:
-            if group.get(IS_AVERAGED, False) is averaged:
+            if group.get(IS_AVERAGED, False) is averages:
                 continue
-            group[IS_AVERAGED] = averaged
+            group[IS_AVERAGED] = averages
             for parameter in group["params"]:
                 if (average := self.state.get(parameter, {}).get(AVERAGE)) is not None:
                     weight = parameter.detach().clone()
@@ -76,7 +76,7 @@ def averaged_optimizer(
     """Wrap a recipe's ``optimizer(parameters)`` so that it keeps an exponential moving average of the weights.
 
     Args:
-        factory: the recipe's function.
+        factory: from (name, parameter) pairs to an optimizer, or several.
         decay: part of the average that remains in a step, from 0 to below 1.
 
     Raises:
@@ -91,7 +91,7 @@ def _build_averaged(factory: Callable[[Any], torch.optim.Optimizer], decay: floa
     optimizer = factory(parameters)
     for member in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
         if isinstance(member, torch.optim.Optimizer):  # anything else is refused by the caller, with a better message
-            member.__class__ = _class_with_average(type(member))
+            member.__class__ = _class_with_average(type(member))  # type: ignore[arg-type]  # a class is hashable
             member.average_decay = decay  # type: ignore[attr-defined]
             for group in member.param_groups:
                 group[IS_AVERAGED] = False
@@ -99,12 +99,12 @@ def _build_averaged(factory: Callable[[Any], torch.optim.Optimizer], decay: floa
 
 
 @functools.cache
-def _class_with_average(of: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+def _class_with_average(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Return a class of optimizers that keep an average, and are else those of a class.
 
     Raises:
         PolylaneError: these exchange their weights themselves.
     """
-    if callable(getattr(of, "eval", None)):
-        raise PolylaneError(f"--ema: {of.__name__} gives averaged weights by itself, with its train() and eval()")
-    return type(of.__name__, (_Averaging, of), {"__module__": of.__module__})
+    if callable(getattr(base, "eval", None)):
+        raise PolylaneError(f"--ema: {base.__name__} gives averaged weights by itself, with its train() and eval()")
+    return type(base.__name__, (_Averaging, base), {"__module__": base.__module__})

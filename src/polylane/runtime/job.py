@@ -25,6 +25,7 @@ from polylane.runtime.checkpoint.resumed_choices import describe_choices
 from polylane.runtime.checkpoint.save import CheckpointSaver, Position
 from polylane.runtime.connections.connections import Connect
 from polylane.runtime.data import loader as data
+from polylane.runtime.data.sample_order import SamplerFactory
 from polylane.runtime.data.stream_state import StreamState
 from polylane.runtime.evaluation.job_evaluations import JobEvaluations
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
@@ -150,9 +151,11 @@ class Job(JobEvaluations):
         epochs: int = 1,
         *,
         shuffle: bool = True,
+        sampler: SamplerFactory | None = None,
         drop_last: bool = False,
         collate: data.Collate | None = None,
         workers: int = 0,
+        prefetch: int | None = None,
         first_epoch: int = 0,
         start: Position | None = None,
     ) -> Iterator[Batch]:
@@ -167,9 +170,12 @@ class Job(JobEvaluations):
             batch_size: number of samples in a batch, over all workers.
             epochs: number of passes over the dataset.
             shuffle: reshuffle a map-style dataset in each epoch; iterable datasets keep their order.
+            sampler: function from the dataset to a sampler (such as torch's WeightedRandomSampler), or any series of
+                indices, in place of ``shuffle``. It is called in each epoch, with generators seeded by seed and epoch.
             drop_last: drop the last batch of an epoch if it is incomplete.
             collate: merges a list of samples into a batch. Default: torch's ``default_collate``.
             workers: number of processes that load ahead.
+            prefetch: number of batches that each of them loads ahead. Default: torch's.
             first_epoch: number of the first epoch, which determines the order.
             start: where to begin, such as :attr:`position` after :meth:`load_checkpoint`: earlier batches are passed
                 over; only those of an iterable dataset without ``state_dict``, ``load_state_dict`` are read for that.
@@ -181,7 +187,8 @@ class Job(JobEvaluations):
         if batch_size < self.plan.microbatches:
             raise PolylaneError(f"a batch of {batch_size} cannot be divided into {self.plan.microbatches} microbatches")
         start, stream = start or Position(), self._stream.for_other_batches()
-        extra = dict[str, Any](shuffle=shuffle, drop_last=drop_last, collate=collate, workers=workers, state=stream)
+        extra = dict[str, Any](shuffle=shuffle, sampler=sampler, drop_last=drop_last, collate=collate, state=stream)
+        extra |= {"workers": workers, "prefetch": prefetch}
         for epoch in range(begin := max(first_epoch, start.epoch), first_epoch + epochs):
             count, extra["resumed"] = start.samples if epoch == start.epoch else 0, bool(start.step) and epoch == begin
             for batch in self.world.progress.loading(self._role.epoch(dataset, batch_size, epoch, skip=count, **extra)):

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from polylane.compile.sample_shares import Batch, SampleShare, compute_shares
 from polylane.errors import PolylaneError
-from polylane.runtime.data.loader import _find_own, begin_epoch, load_batches, sample_order
+from polylane.runtime.data.loader import _find_own, begin_epoch, load_batches
+from polylane.runtime.data.sample_order import sample_order
 from polylane.runtime.workers.team import (  # loading processes leave a resource tracker behind: not in this process
     fork_workers,
 )

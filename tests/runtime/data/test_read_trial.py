@@ -18,8 +18,9 @@ from torch import Tensor
 
 from polylane.compile.sample_shares import compute_shares
 from polylane.errors import PolylaneError
-from polylane.runtime.data.loader import load_batches, sample_order
+from polylane.runtime.data.loader import load_batches
 from polylane.runtime.data.read_trial import ReadTrials, try_reads
+from polylane.runtime.data.sample_order import sample_order
 
 X, Y = torch.randn(24, 3, generator=torch.Generator().manual_seed(1)), torch.arange(24)
 

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import polylane
 from polylane.compile.objectives import Objective, build_objectives
 from polylane.errors import PolylaneError
-from polylane.runtime.data import loader as data
+from polylane.runtime.data.sample_order import sample_order
 from polylane.runtime.job import Job
 from polylane.verify.verify import verify
 from tests.support import subsets
@@ -118,7 +118,7 @@ def test_a_short_batch_has_fewer_microbatches(plan: str) -> None:
 
 def test_of_a_job_s_own_batches_each_worker_loads_what_it_computes_on() -> None:
     inputs, labels = batch_of(21)
-    at = data.sample_order(21, 0, 0)
+    at = sample_order(21, 0, 0)
     whole = [(inputs[at[a:b]], labels[at[a:b]]) for a, b in ((0, 8), (8, 16), (16, 21))]
     reference = plainly(normed(), whole, microbatches=[4, 4, 2])
 

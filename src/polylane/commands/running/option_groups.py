@@ -10,6 +10,7 @@ from typing import Literal
 
 from polylane.callbacks.callback import Callback
 from polylane.callbacks.metric_rules import BestSteps, EarlyStopping, MetricRule, StopAtMetric
+from polylane.commands.learning_rates import LargeBatch, NoiseMode, RateRule
 from polylane.runtime.workers.stop_request import GRACE
 
 OnNan = Literal["stop", "warn"]
@@ -59,6 +60,47 @@ class TroubleOptions:
     on_disk_error: OnDiskError = "warn"
     grace: float = GRACE
     requeue_code: int = 0
+
+
+@dataclass(frozen=True)
+class LearningOptions:
+    """The options for the optimizer, as :class:`.LearningRateOptions` takes them behind the batch.
+
+    Attributes:
+        large_batch_optimizer, learning_rate: "lars" or "lamb" in place of the recipe's optimizer, and its rate.
+        scale_rate, base_batch: how learning rates grow with the batch, and the batch that they are meant for.
+        warmup: number of steps in which learning rates rise to their full value.
+        noise: whether the gradient noise is measured.
+        ema: part of the weights' moving average that remains in a step; None: none is kept.
+    """
+
+    large_batch_optimizer: LargeBatch | None = None
+    learning_rate: float | None = None
+    scale_rate: RateRule | None = None
+    base_batch: int | None = None
+    warmup: int = 0
+    noise: NoiseMode = "auto"
+    ema: float | None = None
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """The options for how batches are read, and how many of them.
+
+    Attributes:
+        accumulate: batches whose gradients are added up before an update.
+        loader_workers: processes of each worker that load ahead; 0: batches are loaded where they are needed.
+        prefetch: batches that each of these processes loads ahead; None: torch's default.
+        overfit_batches: the training has the first so many batches of its data only, in their order, and is tested on
+            them; None: all.
+        fast_dev_run: one batch of each split is run, and nothing is saved while training.
+    """
+
+    accumulate: int = 1
+    loader_workers: int = 0
+    prefetch: int | None = None
+    overfit_batches: int | None = None
+    fast_dev_run: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from polylane.commands import user_inputs as inputs
 from polylane.commands.learning.batch_follower import check_growth
 from polylane.commands.learning.noise_log import check_noise, measure_noise
 from polylane.commands.requests import TrainRequest
+from polylane.commands.running.recipe_data import limit_batches
 from polylane.commands.running.resume import check_same_model, read_saved_plan
 from polylane.commands.running.resumed_microbatches import keep_microbatches
 from polylane.compile.compiled_training import CompiledTraining, compile_training
@@ -19,7 +20,9 @@ from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError, format_plural
 from polylane.plan.plan import AnyPlan, Plan
 from polylane.recipe import Recipe
+from polylane.runtime.checkpoint.save import Position
 from polylane.runtime.data import loader as data
+from polylane.runtime.data.sample_order import count_samples
 from polylane.runtime.job import Job
 from polylane.runtime.workers.world import World
 from polylane.verify.audit.audit_start import AuditStart, start_auditor
@@ -52,12 +55,22 @@ class RecipeTraining:
         """The number of samples of each batch of an epoch; empty for an iterable dataset, whose length is not known."""
         if not data.is_mapped(self.train):
             return []
-        return data.batch_sizes(len(self.train), self.request.batch, self.request.drop_last)
+        samples = count_samples(self.train, self.recipe.sampler, self.request.seed)
+        return data.batch_sizes(samples, self.request.batch, self.request.drop_last)
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """In which order the training data are read, as arguments of :func:`.load_batches`."""
+        return {"sampler": self.recipe.sampler, "shuffle": self.request.data.overfit_batches is None}
+
+    def open_again(self) -> Any:
+        """Return the training data as they were before anything was read of them."""
+        return limit_batches(inputs.open_data(self.recipe, "train"), self.request)
 
     @property
     def population(self) -> int | None:
-        """The number of samples of the training data, each of which an epoch has once; None for a stream."""
-        return len(self.train) if data.is_mapped(self.train) else None
+        """The number of samples, each of which an epoch has once; None for a stream, or a sampler's own order."""
+        return len(self.train) if data.is_mapped(self.train) and self.recipe.sampler is None else None
 
     @property
     def ends_before_last(self) -> bool:
@@ -92,6 +105,24 @@ class RecipeTraining:
         """
         check_noise(self.request.rates.noise_mode, prepared)
         check_growth(self.request.rates, prepared.plan, self.population)
+
+    def batches(self, job: Job, epoch: int, start: Position, size: int) -> Iterator[Batch]:
+        """Return an iterator over the batches of an epoch, with this worker's samples.
+
+        Args:
+            job: this worker's part in the training.
+            epoch: number of the epoch, from 1.
+            start: where the training began, or was resumed.
+            size: number of samples of a step, over all workers.
+        """
+        request, dataset = self.request, self.train
+        if epoch > 1 and isinstance(dataset, Iterator):  # an iterator is exhausted after the first epoch
+            dataset = self.open_again()
+        # A short last batch that no step reaches must not be refused.
+        drop_last = request.drop_last or self.ends_before_last
+        options: dict[str, Any] = {"drop_last": drop_last, "collate": self.recipe.collate, "start": start, **self.order}
+        options |= {"workers": request.data.loader_workers, "prefetch": request.data.prefetch}
+        return job.batches(dataset, size, first_epoch=epoch - 1, **options)
 
     def start_auditor(self, prepared: CompiledTraining, world: World) -> AuditStart:
         """Start what makes some steps a second time; every worker calls it, before it makes its job."""
@@ -149,7 +180,7 @@ class _WholeBatches:
         training, request = self._training, self._training.request
         dataset = training.train
         if isinstance(dataset, Iterator) and self._epoch >= 0:  # it was read for another epoch
-            dataset = inputs.open_data(training.recipe, "train")
+            dataset = training.open_again()
         skip = samples if data.is_mapped(dataset) else 0
         options: dict[str, Any] = {"drop_last": request.drop_last or training.ends_before_last, "skip": skip}
         self._epoch, self._samples = epoch, skip
@@ -161,7 +192,7 @@ class _WholeBatches:
             seed=request.seed,
             collate=training.recipe.collate,
             whole=True,
-            **options,
+            **(options | training.order),
         )
 
 
@@ -174,9 +205,13 @@ def load_materials(request: TrainRequest) -> RecipeTraining:
     """
     recipe = request.rates.apply_to(inputs.open_recipe(request))
     problem, dataset, keeps_state = inputs.open_problem(recipe, request)
+    test = inputs.open_data(recipe, "test")
+    if request.data.overfit_batches is not None and test is not None:
+        test = dataset
+    dataset, test = (None if split is None else limit_batches(split, request) for split in (dataset, test))
     if request.resume_from is not None:
         check_same_model(request.resume_from, _shapes(problem))
-    return RecipeTraining(request, recipe, problem, dataset, inputs.open_data(recipe, "test"), keeps_state)
+    return RecipeTraining(request, recipe, problem, dataset, test, keeps_state)
 
 
 def _shapes(problem: TrainingProblem) -> dict[str, tuple[int, ...]]:

@@ -22,11 +22,11 @@ from polylane.commands.logs.step_columns import StepColumns, count_tokens
 from polylane.commands.logs.step_log import StepLog, Tell, TestResult, TrainingOutcome, last_steps
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.open_callbacks import open_callbacks
+from polylane.commands.running.recipe_data import limit_batches
 from polylane.commands.running.recipe_training import RecipeTraining
 from polylane.commands.running.resume import NothingLeft, check_same_run, describe_run, refuse_if_done
 from polylane.commands.running.start_message import begin_message
 from polylane.compile.compiled_training import CompiledTraining
-from polylane.compile.sample_shares import Batch
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import AuditFailed, NotFinite, PolylaneError, format_plural
 from polylane.plan.plan import Plan
@@ -148,7 +148,7 @@ class RecipeLoop:
         """Make steps of an epoch, from a position on; return that from which it goes on with another batch."""
         log, job, request = self._log, self._job, self._training.request
         size = request.batch if self._follower is None else self._follower.batch
-        for batch in _epoch(job, self._training, epoch, start, size):
+        for batch in self._training.batches(job, epoch, start, size):
             rates = _list_rates(job)
             result, staleness = job.step(batch), job.worker.staleness if job.apart else None
             log.add(result, epoch, rates, staleness, count_tokens(batch.leaves, batch.samples))
@@ -369,16 +369,6 @@ def _try_to_save(job: Job, path: Path) -> str:
     return next(filter(None, job.gathered(error)), "")
 
 
-def _epoch(job: Job, training: RecipeTraining, epoch: int, start: Position, size: int) -> Iterator[Batch]:
-    dataset, request = training.train, training.request
-    if epoch > 1 and isinstance(dataset, Iterator):  # an iterator is exhausted after the first epoch
-        dataset = inputs.open_data(training.recipe, "train")
-    # A short last batch that no step reaches must not be refused.
-    drop_last = request.drop_last or training.ends_before_last
-    options: dict[str, Any] = {"drop_last": drop_last, "collate": training.recipe.collate, "start": start}
-    return job.batches(dataset, size, first_epoch=epoch - 1, **options)
-
-
 def _list_rates(job: Job) -> list[float]:
     """Return the learning rate of every group of the optimizer, or of all optimizers, in order."""
     optimizers = job.optimizer if isinstance(job.optimizer, list) else [job.optimizer]
@@ -390,10 +380,11 @@ def _evaluate_test(job: Job, training: RecipeTraining, control: RunControl | Non
 
     Where all agree to end in the midst of it, they are those of the batches so far.
     """
-    test, start = training.test, time.perf_counter()
+    test, request, start = training.test, training.request, time.perf_counter()
     if isinstance(test, Iterator):
-        test = inputs.open_data(training.recipe, "test")
-    batches = job.batches(test, training.request.batch, shuffle=False, collate=training.recipe.collate)
+        test = limit_batches(inputs.open_data(training.recipe, "test"), training.request)
+    options: dict[str, Any] = {"workers": request.data.loader_workers, "prefetch": request.data.prefetch}
+    batches = job.batches(test, request.batch, shuffle=False, collate=training.recipe.collate, **options)
     with job.world.progress.during(Phase.EVALUATING):
         values = job.evaluate_batches(batches if control is None else control.test_batches(batches))
     return TestResult(values.pop("loss"), values, time.perf_counter() - start)

@@ -15,14 +15,13 @@ from polylane.errors import PolylaneError, format_plural
 from polylane.graph.batch import flatten, sample_count
 from polylane.runtime.data.read_trial import ReadTrials
 from polylane.runtime.data.sample_errors import RAISED, explain_batch, misfit_error, sample_error
+from polylane.runtime.data.sample_order import SamplerFactory, order_samples, refuse_endless
 from polylane.runtime.data.seeded_draws import SeededDataset, SeededStream
 from polylane.runtime.data.stream_state import StreamState
 from polylane.runtime.workers.forked_child import end_forked_children
 
 Collate = Callable[[list[Any]], Any]
 Shares = Callable[[int], Sequence[SampleShare]]
-
-MOST_SAMPLES = 1 << 40  # of a dataset with a length: the order of an epoch would take tens of terabytes
 
 
 def load_batches(
@@ -33,9 +32,11 @@ def load_batches(
     epoch: int = 0,
     seed: int = 0,
     shuffle: bool = True,
+    sampler: SamplerFactory | None = None,
     drop_last: bool = False,
     collate: Collate | None = None,
     workers: int = 0,
+    prefetch: int | None = None,
     whole: bool = False,
     skip: int = 0,
     state: StreamState | None = None,
@@ -43,48 +44,46 @@ def load_batches(
     compared: bool = False,
     resumed: bool = False,
 ) -> Iterator[Batch]:
-    """Yield one epoch over a dataset: every sample once; the last batch may be shorter.
+    """Yield the batches of one epoch; the last one may be shorter.
 
     Args:
         dataset: map-style (``len`` and ``[]``, so a list of samples too), or iterable.
         batch_size: number of samples in a global batch, over all workers.
         shares: maps the size of a global batch to the sample ranges that this worker computes on.
-        epoch: number of the epoch from 0; with ``seed`` it decides the order (of map-style datasets) and all random
-            numbers that the dataset draws.
-        seed: integer seed of the training, equal on every worker.
+        epoch: number of the epoch from 0; with ``seed`` it decides the order, and all numbers that the dataset draws.
+        seed: of the training, equal on every worker.
         shuffle: whether a map-style dataset is permuted; iterable ones always keep their own order.
+        sampler: makes the order of a map-style dataset's samples, see :func:`draw_order`; None: as ``shuffle`` says.
         drop_last: leave out a last batch that is shorter than ``batch_size``.
         collate: turns a list of samples into a batch; default: torch's ``default_collate``.
-        workers: number of processes that load ahead, as ``num_workers`` of torch's DataLoader; map-style only.
+        workers, prefetch: processes that load ahead, and batches of each, as of torch's DataLoader; map-style only.
         whole: load all samples of every batch on this worker, which takes its own from them.
         skip: number of first samples of the epoch's order that are passed over; iterable datasets read them.
-        state: follows an iterable dataset, and puts it where it was where a checkpoint knows that.
+        state: follows an iterable dataset, and puts it where a checkpoint knows that it was.
         trials: show whether a map-style dataset may be read in parts; None: it may.
         compared: whether what workers have read is compared; then now and then each reads a whole batch.
         resumed: whether the training resumes from a checkpoint in this epoch.
 
     Raises:
-        PolylaneError: the dataset is neither map-style nor iterable, is a DataLoader, has no samples, or has too few
-            for a single batch with ``drop_last``.
+        PolylaneError: it is no dataset, or a DataLoader, or has too few samples for a single batch.
     """
     refuse_data_loader(dataset, "batches(dataset, ...)")
     begin_epoch(dataset, epoch)
     shares = share_of_all if whole else shares
     if is_mapped(dataset):
-        order = sample_order(len(dataset), epoch, seed) if shuffle else [*range(len(dataset))]
+        order, draws = order_samples(dataset, sampler, shuffle, (seed, epoch)), (seed, epoch)
         if not (batches := _divide_order(order, batch_size, drop_last, skip)):
             return
         if trials is not None:
-            shares = _find_shares(trials, dataset, batches[0], shares, (seed, epoch), collate, resumed)
+            shares = _find_shares(trials, dataset, batches[0], shares, draws, collate, resumed)
         total = epoch * (len(batches) + (first_batch := skip // batch_size)) + first_batch
         parts = _find_own(batches, shares, total if compared else None)
-        yield from _load_mapped(dataset, batches, parts, shares, (seed, epoch), collate, workers, first_batch)
+        yield from _load_mapped(dataset, batches, parts, shares, draws, collate, (workers, prefetch), first_batch)
     elif isinstance(dataset, Iterable):
         stream = SeededStream(seed, epoch)
         yield from _load_streamed(dataset, batch_size, drop_last, shares, stream, collate, epoch, skip, state)
     else:
-        kind = type(dataset).__name__
-        raise PolylaneError(f"data must be a dataset, map-style or iterable, or a list of samples, not a {kind}")
+        raise _no_dataset_error(dataset)
 
 
 def _divide_order(order: list[int], size: int, drop_last: bool, skip: int) -> list[list[int]]:
@@ -146,23 +145,6 @@ def refuse_data_loader(dataset: Any, label: str) -> None:
         )
 
 
-def sample_order(samples: int, epoch: int, seed: int) -> list[int]:
-    """Return a permutation of all sample indices, a function of seed and epoch alone."""
-    _refuse_endless(samples)
-    # A large prime factor, so that neighbouring (seed, epoch) pairs do not share a permutation; kept non-negative.
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) & 0x7FFFFFFFFFFFFFFF)
-    permutation: list[int] = torch.randperm(samples, generator=generator, device="cpu").tolist()
-    return permutation
-
-
-def _refuse_endless(samples: int) -> None:
-    if samples > MOST_SAMPLES:
-        raise PolylaneError(
-            f"len() of the dataset is {samples:,}, and an epoch is an order of all samples: give data without an end "
-            "as an iterable dataset"
-        )
-
-
 def batch_sizes(samples: int, size: int, drop_last: bool = False) -> list[int]:
     """Return the number of samples of each batch of an epoch.
 
@@ -171,7 +153,7 @@ def batch_sizes(samples: int, size: int, drop_last: bool = False) -> list[int]:
     """
     if samples == 0:
         raise PolylaneError("the dataset has no samples")
-    _refuse_endless(samples)
+    refuse_endless(samples)
     full, remainder = divmod(samples, size)
     if not full and drop_last:
         raise _no_batches_error(samples, size)
@@ -190,6 +172,11 @@ def count_batch_sizes(dataset: Any, size: int, drop_last: bool = False, skip: in
     while count := sum(1 for _ in itertools.islice(stream, size)):
         if count == size or not drop_last:
             yield count
+
+
+def _no_dataset_error(value: Any) -> PolylaneError:
+    kind = type(value).__name__
+    return PolylaneError(f"data must be a dataset, map-style or iterable, or a list of samples, not a {kind}")
 
 
 def _no_batches_error(samples: int, size: int) -> PolylaneError:
@@ -259,7 +246,7 @@ def _load_mapped(
     shares: Shares,
     draws: tuple[int, int],
     collate: Collate | None,
-    workers: int,
+    processes: tuple[int, int | None],
     first_batch: int,
 ) -> Iterator[Batch]:
     # The global order is a function of the seed, so every worker finds its own indices without communication. Only
@@ -269,7 +256,8 @@ def _load_mapped(
         seeded,
         batch_sampler=parts,
         collate_fn=collate_own,
-        num_workers=workers,
+        num_workers=processes[0],
+        prefetch_factor=processes[1] if processes[0] else None,
         generator=torch.Generator(),  # DataLoader draws a base seed: not from the user's default generator
     )
     batches = iter(loader)

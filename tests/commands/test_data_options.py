@@ -1,0 +1,116 @@
+"""Options of the data: accumulated batches are one of all their samples, and a training may have only a few."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cli.tiny_recipe import execute
+
+RECIPE = """
+import torch
+from torch import nn
+from torch.utils.data import WeightedRandomSampler
+
+steps = {}
+
+
+def model():
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 4)).double()
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def optimizer(parameters):
+    return torch.optim.SGD([p for _, p in parameters], lr=0.1, momentum=0.9)
+
+
+def scheduler(optimizer, total_steps=7, steps_per_epoch=1):
+    print(f"told {total_steps} {steps_per_epoch}", flush=True)
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps)
+
+
+def data(split):
+    g = torch.Generator().manual_seed(0 if split == "train" else 1)
+    count = 48 if split == "train" else 20
+    return [(torch.randn(6, generator=g).double(), torch.randint(0, 4, (), generator=g)) for _ in range(count)]
+
+
+def metrics(model, batch):
+    return {"accuracy": (model(batch[0]).argmax(1) == batch[1]).double()}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data_options")
+    (folder / "points.py").write_text(RECIPE)
+    return folder
+
+
+def metrics(run: Path) -> Iterator[dict[str, Any]]:
+    return (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize("plan", ["data=2", "pipeline=2,microbatches=2", "data=1"])
+def test_accumulated_batches_are_one_of_all_their_samples(folder: Path, plan: str) -> None:
+    name = plan.replace(",", "-")
+    execute(folder, f"train points.py --plan {plan} --batch 8 --accumulate 3 --epochs 2 --run run/{name} --audit off")
+    execute(folder, f"train points.py --plan data=1 --batch 24 --epochs 2 --run run/whole-{name} --audit off")
+    steps, whole = (
+        [line for line in metrics(folder / "run" / run) if "loss" in line] for run in (name, f"whole-{name}")
+    )
+    assert [step["samples"] for step in steps] == [24] * 4
+    assert [step["loss"] for step in steps] == pytest.approx([step["loss"] for step in whole], rel=1e-12)
+    weights, expected = (load_file(folder / f"run/{run}/model.safetensors") for run in (name, f"whole-{name}"))
+    assert all(torch.allclose(weights[key], expected[key], rtol=1e-12, atol=1e-14) for key in expected)
+    microbatches = 6 if "pipeline" in plan else 3
+    assert f"microbatches: {microbatches}" in (folder / f"run/{name}/plan.yaml").read_text()
+
+
+def test_the_first_batches_are_overfitted(folder: Path) -> None:
+    line = "train points.py --plan data=2 --batch 8 --overfit-batches 1 --epochs 200 --run run/over --json --audit off"
+    result = json.loads(execute(folder, line)[0].splitlines()[-1])
+    assert result["steps"] == 200 and result["samples"] == 1600
+    lines = [line for line in metrics(folder / "run/over") if "test_loss" in line]
+    assert lines[-1]["metrics"]["accuracy"] == 1 and lines[-1]["test_loss"] < lines[0]["test_loss"] / 10
+
+
+def test_one_batch_of_each_split_finds_mistakes(folder: Path) -> None:
+    line = "train points.py --plan data=2 --batch 8 --fast-dev-run --epochs 50 --save-every 1 --run run/fast"
+    execute(folder, line)
+    steps = [line for line in metrics(folder / "run/fast") if "loss" in line]
+    assert len(steps) == 1 and not (folder / "run/fast/checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--batch 8 --epochs 3", "told 18 6"),
+        ("--batch 8 --steps 5", "told 5 6"),
+        ("--batch 9 --drop-last", "told 5 5"),
+        ("--batch 8 --epochs 3 --accumulate 2", "told 9 3"),
+        ("--batch 8 --epochs 3 --set total_steps=100", "told 100 6"),
+    ],
+)
+def test_a_scheduler_is_told_how_many_steps_there_are(folder: Path, options: str, told: str) -> None:
+    out, _ = execute(folder, f"train points.py --plan data=1 {options} --run run/told --audit off")
+    assert told in out
+
+
+def test_averages_are_tested_and_saved(folder: Path) -> None:
+    for name, option in (("average", "--ema 0.9"), ("last", "")):
+        execute(folder, f"train points.py --plan data=2 --batch 8 --epochs 2 {option} --run run/{name} --audit off")
+    average, last = (list(metrics(folder / "run" / name)) for name in ("average", "last"))
+    assert [line["loss"] for line in average if "loss" in line] == [line["loss"] for line in last if "loss" in line]
+    assert average[-1]["test_loss"] != last[-1]["test_loss"]
+    weights, others = (load_file(folder / f"run/{name}/model.safetensors") for name in ("average", "last"))
+    assert all(not torch.equal(weights[key], others[key]) for key in weights)
