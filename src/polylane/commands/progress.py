@@ -27,7 +27,7 @@ class _Pace:
         self._steps = steps
         self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS)
         self._first: tuple[int, float] | None = None  # number of the first step, and when its message came
-        self._waiting = ""  # share of the workers' time, in the latest step that was observed
+        self._waiting = ""  # share of the workers' time, for data or each other, when a step was observed last
         self.metric = ""  # of the latest test
 
     def words(self, step: dict[str, Any]) -> dict[str, str]:
@@ -35,7 +35,9 @@ class _Pace:
         counted = "tokens" if "tokens" in step else "samples"
         self._recent.append((step[counted], step["seconds"]))
         if "computing" in step:
-            self._waiting = f"{step.get('waiting', step.get('communicating', 0.0)):.0%} waiting"
+            loading = step.get("loading", 0.0)
+            waiting = loading + (1 - loading) * step.get("waiting", step.get("communicating", 0.0))
+            self._waiting = f"{waiting:.0%} waiting"
         samples, elapsed = (sum(column) for column in zip(*self._recent, strict=True))
         return {
             "step": _number_of_total("step", step["step"], self._steps),
