@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from polylane.commands import user_inputs as inputs
 from polylane.commands.progress import NoLines
+from polylane.commands.running.finish import write_timelines
 from polylane.commands.running.reporter import open_reporter
 from polylane.commands.running.resume import prepare_checkpoints
 from polylane.commands.running.run_options import complete_options, open_folder
@@ -49,7 +50,7 @@ def run(request: RunRequest) -> None:
         with script.explain_end(), open_reporter(folder, NoLines(), request, launch.is_first) as reporter:
             end = script.start(request, workers, reporter)
         if launch.is_first and end.outcome is not None:
-            _finish_files(folder, end.outcome, reporter.judge(end.outcome))
+            _finish_files(folder, end.outcome, reporter.judge(end.outcome), request.script)
     if stop.number == signal.SIGINT:
         raise Stopped(signal.SIGINT, "a checkpoint was saved")
     if not end.code and not end.is_prepared and request.plan is not None:
@@ -62,9 +63,9 @@ def run(request: RunRequest) -> None:
         sys.exit(end.code)
 
 
-def _finish_files(folder: RunFolder, outcome: TrainingOutcome, goodput: Mapping[str, Any]) -> None:
+def _finish_files(folder: RunFolder, outcome: TrainingOutcome, goodput: Mapping[str, Any], script: str) -> None:
     """Put the run's files in their place, and say on stderr what they are: stdout is the script's."""
-    folder.timelines(outcome.timeline, outcome.timelines)
+    write_timelines(folder, outcome, script)
     folder.finish()
     files = ", ".join(Path(file).name for file in folder.files().values())
     parts = [format_plural(outcome.steps, "step"), outcome.audit, goodput["verdict"], f"{folder.path}/: {files}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,9 @@ from polylane.commands.logs.goodput import describe_goodput
 from polylane.commands.printing import format_count, format_seconds, print_json, print_line
 from polylane.commands.progress import describe_test
 from polylane.errors import PolylaneError, format_plural
+from polylane.observe.timeline import Timeline
 from polylane.output import say_at_once
+from polylane.plan.spec import shorten_plan
 
 if TYPE_CHECKING:
     from polylane.commands.logs.step_log import TrainingOutcome
@@ -57,7 +59,7 @@ def finish_run(request: TrainRequest, folder: RunFolder, outcome: TrainingOutcom
     Raises:
         PolylaneError: the loss was not finite, the weights were not saved, or the last checkpoint was not.
     """
-    folder.timelines(outcome.timeline, outcome.timelines)  # also of a run that stopped: it shows where
+    write_timelines(folder, outcome, request.recipe)  # also of a run that stopped: it shows where
     raise_if_stopped(folder, outcome)
     if outcome.ended_early:
         _tell_early_end(request, folder, outcome)
@@ -99,6 +101,23 @@ def finish_run(request: TrainRequest, folder: RunFolder, outcome: TrainingOutcom
         print_json(summary)
     else:
         _print_outcome(request, folder, outcome, goodput)
+
+
+def write_timelines(folder: RunFolder, outcome: TrainingOutcome, name: str) -> None:
+    """Write the timelines of the steps that are shown; their titles say of which recipe or script, and plan.
+
+    Args:
+        folder: folder of the run.
+        outcome: what the workers have come to.
+        name: of the recipe or script, as the user gave it.
+    """
+
+    def note(timeline: Timeline) -> Timeline:
+        return replace(
+            timeline, notes={**timeline.notes, "recipe": Path(name).name, "plan": shorten_plan(outcome.plan)}
+        )
+
+    folder.timelines(note(outcome.timeline), {key: note(shown) for key, shown in outcome.timelines.items()})
 
 
 def _print_outcome(
