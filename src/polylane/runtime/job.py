@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
 from polylane.errors import PolylaneError, format_plural
+from polylane.observe.swimlane.notebook_cell import draw_facts
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan_file import dump
 from polylane.runtime.checkpoint.call_arguments import check_keep, parse_folder
@@ -111,10 +112,7 @@ class Job(JobEvaluations):
 
     def _repr_html_(self) -> str:
         """Return this worker's facts for a notebook's cell; no other worker takes part."""
-        from polylane.observe.swimlane.notebook_cell import draw_facts
-
-        facts = {"plan": self.plan.spec, "workers": self.plan.workers, "rank": self._rank, "device": self.world.device}
-        return draw_facts("Job", {**facts, "step": self.position.step})
+        return draw_facts("Job", {"plan": self.plan.spec, "rank": self._rank, "step": self.position.step})
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
