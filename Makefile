@@ -17,7 +17,7 @@ WORKERS := tests/equivalence tests/runtime tests/planner tests/auto
 
 .PHONY: install test test-workers test-alone test-all mutants fuzz check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
 	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths \
-	bench-checkpoints bench-audit bench-prepared bench-recordings bench-scripts trainings zoo gpu chaos clean
+	bench-checkpoints bench-audit bench-prepared bench-recordings bench-scripts bench-observing trainings zoo gpu chaos clean
 
 install: $(INSTALLED)
 
@@ -111,6 +111,10 @@ bench-lengths: $(INSTALLED)
 # What a checkpoint costs the training that it is taken of.
 bench-checkpoints: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.checkpoints $(ARGS)
+
+# What the columns of observed steps cost: blocks of steps with them and without, in turns.
+bench-observing: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.observing $(ARGS)
 
 # What audits cost a training: a thousand steps with them and without, in turns.
 bench-audit: $(INSTALLED)

@@ -63,6 +63,7 @@ def test_every_benchmark_has_a_command_line(
 
 # Arguments of the shortest run of each, and what it prints.
 QUICK = [
+    pytest.param("observing", [], r"digits by data=2: steps of .* observed: ", marks=slow, id="observing"),
     pytest.param("audit", [], r"digits by data=2: 30 steps .* audits account for", marks=slow, id="audit"),
     pytest.param("__main__", ["tiny"], "polylane pipeline=2,schedule=1f1b,microbatches=2", id="benchmarks"),
     pytest.param("balance", [], r"\| `pipeline=3` \| [\d.]+%|not measured, for ", id="balance"),
