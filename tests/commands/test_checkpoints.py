@@ -96,6 +96,16 @@ def wait_for_step(folder: Path, name: str, step: int) -> None:
     raise AssertionError(f"{name} did not come to step {step}")
 
 
+def check_goodput(folder: Path, name: str) -> None:
+    """Two attempts, whose causes add up to the wall time of both and of what was between them."""
+    ledger = json.loads((folder / "run" / name / "goodput.json").read_text())
+    first, second = ledger["attempts"]
+    assert first["resumed_at"] is None and 0 < second["resumed_at"] <= first["last_step"]
+    assert ledger["wall_seconds"] == pytest.approx(second["last_seen"] - first["began"])
+    assert sum(ledger["seconds"].values()) == pytest.approx(ledger["wall_seconds"], rel=0.01)
+    assert 0 < ledger["share"] < 1
+
+
 def workers_of(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -108,6 +118,7 @@ def test_a_worker_that_is_killed_is_started_again(folder: Path, unbroken: list[d
     assert done.returncode == 0, done.stderr
     assert "worker 1 failed: it was killed by SIGKILL" in done.stderr and "restart 1 of 1, from " in done.stderr
     assert metrics(folder, "killed") == unbroken
+    check_goodput(folder, "killed")
 
 
 @pytest.mark.parametrize(
@@ -126,6 +137,7 @@ def test_a_signal_saves_and_the_run_goes_on(
     done = finish(start(folder, name, f"--save-every 1h --resume auto {requeue}"))
     assert done.returncode == 0 and "note: resumes from" in done.stdout, done.stderr
     assert metrics(folder, name) == unbroken
+    check_goodput(folder, name)
     again = finish(start(folder, name, "--save-every 1h --resume auto"))
     assert again.returncode == 0 and "there is nothing left to train" in again.stderr
 

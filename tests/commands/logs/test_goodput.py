@@ -58,6 +58,23 @@ def test_an_attempt_that_failed_costs_its_steps_that_are_made_again_and_the_rest
     assert record["seconds"]["start"] == pytest.approx(12.0)
 
 
+def test_steps_that_are_told_of_alone_count_as_those_before(clock: SimpleNamespace) -> None:
+    ledger = GoodputLedger(began=1000.0)
+    attempt(ledger, clock, 5.0, step=20, resumed_at=None)
+    before = dict(ledger.to_dict()["seconds"])
+    for step in range(21, 31):
+        clock.now += 1.0
+        ledger.note_step(step)
+    record = ledger.to_dict()
+    assert record["attempts"][0]["last_step"] == 30 and record["wall_seconds"] == pytest.approx(66.0)
+    assert sum(record["seconds"].values()) == pytest.approx(66.0, rel=1e-12)
+    steady = before["computing"] / (51 - 2.0)  # of the time since the first step
+    assert record["seconds"]["computing"] == pytest.approx(before["computing"] + 10 * steady)
+    clock.now += 1.0
+    ledger.update(31, {"training": 52.0, "loading": 8.0}, 2.0, SHARES)
+    assert sum(ledger.to_dict()["seconds"].values()) == pytest.approx(67.0, rel=1e-12)
+
+
 def test_a_run_that_is_resumed_later_remembers_what_was_before(clock: SimpleNamespace) -> None:
     first = GoodputLedger(began=1000.0)
     attempt(first, clock, 5.0, step=20, resumed_at=None)

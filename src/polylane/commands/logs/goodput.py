@@ -79,10 +79,10 @@ class Attempt:
 def find_process_start() -> float:
     """Return when this process began, in seconds since 1970; now, where the system does not tell."""
     try:
-        began = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19]
-        boot = next(line for line in Path("/proc/stat").read_text(encoding="ascii").splitlines() if line[:5] == "btime")
-        return float(boot.split()[1]) + int(began) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, LookupError, StopIteration):
+        ticks = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19]  # since the boot
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+        return time.time() - max(0.0, age)
+    except (OSError, ValueError, LookupError, AttributeError):
         return time.time()
 
 
@@ -95,6 +95,8 @@ class GoodputLedger:
 
     def __init__(self, began: float) -> None:
         self._began, self._attempts = began, list[Attempt]()
+        # Of the latest attempt what was told of its time last, and when.
+        self._told_seconds, self._told_at = dict[str, float](), began
 
     def begin(self, plan: str, workers: int, resumed_at: int | None, earlier: Mapping[str, Any] | None) -> None:
         """Begin an attempt: its workers are ready for their first step.
@@ -117,6 +119,28 @@ class GoodputLedger:
         began, self._began = self._began, moment
         attempt = Attempt(began, moment, plan, workers, resumed_at, resumed_at or 0, {START: moment - began})
         self._attempts.append(attempt)
+        self._told_seconds, self._told_at = attempt.seconds, moment
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is an attempt."""
+        return bool(self._attempts)
+
+    def note_step(self, step: int) -> None:
+        """Note that a step was made, after which nothing more may be heard of the attempt.
+
+        What it did since it told of its time is not known: the same, for the most part, as before.
+        """
+        attempt, moment = self._attempts[-1], time.time()
+        usual = {cause: s for cause, s in self._told_seconds.items() if cause not in (START, FIRST_STEP)}
+        total, since = sum(usual.values()), moment - self._told_at
+        parts = {cause: since * seconds / total for cause, seconds in usual.items()} if total else {OVERHEAD: since}
+        attempt.last_step, attempt.last_seen = step, moment
+        attempt.seconds = {
+            cause: self._told_seconds.get(cause, 0.0) + parts.get(cause, 0.0) for cause in self._told_seconds | parts
+        }
+        # What follows a failure, until other workers are ready, is the next attempt's start.
+        self._began = moment
 
     def update(self, step: int, phases: Mapping[str, float], first_step: float, shares: Mapping[str, float]) -> None:
         """Take the times of rank 0 since the attempt's first step began.
@@ -128,20 +152,16 @@ class GoodputLedger:
             shares: of a later step: what all workers do with it, see :class:`.StepColumns`.
         """
         attempt, moment = self._attempts[-1], time.time()
-        start = attempt.seconds[START]
+        start = self._told_seconds[START]
         seconds = {START: start, FIRST_STEP: first_step}
         later = max(0.0, phases.get(TRAINING, 0.0) - first_step)
         parts = {name: shares.get(name, 0.0) * later for name in SHARES if shares.get(name)}
         seconds |= parts | {OVERHEAD: max(0.0, later - sum(parts.values()))}
         seconds |= {name: value for name, value in phases.items() if name not in (TRAINING, START)}
         seconds[OTHER] = max(0.0, moment - attempt.began - sum(seconds.values()))
-        attempt.last_seen, attempt.last_step, attempt.seconds = (
-            moment,
-            step,
-            {n: s for n, s in seconds.items() if s > 0},
-        )
-        # What follows a failure, until other workers are ready, is the next attempt's start.
-        self._began = moment
+        attempt.last_seen, attempt.last_step = moment, step
+        attempt.seconds = {cause: lasting for cause, lasting in seconds.items() if lasting > 0}
+        self._told_seconds, self._told_at, self._began = attempt.seconds, moment, moment
 
     def to_dict(self) -> dict[str, Any]:
         """Return the ledger as plain data for JSON: attempts, and the sums of all of them, by cause."""

@@ -74,6 +74,7 @@ class Reporter:
             say_at_once(message["text"])
         elif message["kind"] == "step":
             self._place.metric(content)
+            self._ledger.note_step(content["step"])
             self._loggers.log({n: v for n, v in content.items() if n not in _POSITION}, content["step"], "train")
             self._display.step(message)
         else:
@@ -123,6 +124,8 @@ class Reporter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._display.close()
         self._loggers.end()
+        if self._ledger.has_begun:
+            self._place.write(GOODPUT, self._ledger.to_dict())
         if error is None:
             self._place.close()
         else:
