@@ -17,7 +17,7 @@ WORKERS := tests/equivalence tests/runtime tests/planner tests/auto
 
 .PHONY: install test test-workers test-alone test-all mutants fuzz check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
 	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths \
-	bench-checkpoints bench-audit bench-prepared bench-recordings bench-scripts bench-observing trainings zoo gpu chaos clean
+	bench-checkpoints bench-audit bench-prepared bench-recordings bench-scripts bench-observing bench-batches trainings zoo gpu chaos clean
 
 install: $(INSTALLED)
 
@@ -103,6 +103,10 @@ bench-gpipe: $(INSTALLED)
 
 bench-staleness: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.staleness $(ARGS)
+
+# Time to a loss by batch, and what the gradient noise scale says of it.
+bench-batches: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.batches $(ARGS)
 
 # What a step costs on a length of text that is new, of an encoder of transformers.
 bench-lengths: $(INSTALLED)

@@ -67,6 +67,7 @@ QUICK = [
     pytest.param("audit", [], r"digits by data=2: 30 steps .* audits account for", marks=slow, id="audit"),
     pytest.param("__main__", ["tiny"], "polylane pipeline=2,schedule=1f1b,microbatches=2", id="benchmarks"),
     pytest.param("balance", [], r"\| `pipeline=3` \| [\d.]+%|not measured, for ", id="balance"),
+    pytest.param("batches", ["digits"], r"Recommended: \d+, ", marks=slow, id="batches"),
     pytest.param("gpipe", ["tiny"], r"\| polylane schedule=1f1b \| \d+, \d+ \|", id="gpipe"),
     pytest.param("checkpoints", [], r"data=2 +\d+ +[\d.]+ +[\d.]+ ", marks=slow, id="checkpoints"),
     pytest.param("lengths", ["--plans", "data=1"], r"\| polylane data=1 \| [\d.]+ \|", marks=slow, id="lengths"),

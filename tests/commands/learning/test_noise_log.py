@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import pytest
 from torch import nn
 
-from polylane.commands.learning.noise_log import NoiseLog, check_noise
+from polylane.commands.learning.noise_option import check_noise
 from polylane.compile.objectives import build_objectives
 from polylane.efficiency.noise_estimates import NoiseEstimate, estimate_noise, population_noise
 from polylane.efficiency.noise_window import NoiseWindow
 from polylane.errors import PolylaneError
+from polylane.runtime.telemetry.noise_log import NoiseLog
 from polylane.runtime.telemetry.noise_reading import NoiseReading
 from polylane.runtime.telemetry.part_layout import PartLayout
 from tests.support.workers.training import batch_of, classify, compiled, mlp, sgd

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from polylane.commands.learning.growing_batch import BatchChange, GrowingBatch
-from polylane.commands.learning.noise_log import NoiseLog
 from polylane.commands.learning_rates import LearningRateOptions
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
 from polylane.runtime.checkpoint.save import Position
 from polylane.runtime.job import Job
+from polylane.runtime.telemetry.noise_log import NoiseLog
 from polylane.runtime.telemetry.noise_reading import NoiseReading
 from polylane.runtime.training_role import TrainingRole
 
@@ -58,8 +58,7 @@ class BatchFollower:
             return False
         self._reading = reading
         self._growing.add_step(reading.costs[1])
-        noise = self._noise.adam_scale if self._noise.adam_scale.scale is not None else self._noise.scale
-        if (change := self._growing.decide(noise)) is None:
+        if (change := self._growing.decide(self._noise.deciding_scale)) is None:
             return False
         worker = self._job.worker
         assert isinstance(worker, TrainingRole)

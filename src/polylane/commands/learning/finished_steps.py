@@ -62,7 +62,7 @@ class FinishedSteps:
     @property
     def deciding_noise(self) -> NoiseScale:
         """The noise scale that a batch is chosen by: that of the steps that the optimizer really makes."""
-        return self.adam_noise if self.adam_noise.scale is not None else self.noise
+        return self.adam_noise if self.adam_noise.batches else self.noise
 
 
 def read_options(folder: Path) -> RunOptions:

@@ -3,7 +3,8 @@
 Of batches of B samples a step takes a + bB seconds, and a sample is worth (φ + B₀) / (φ + B) at the noise scale φ: the
 learning goodput is largest at B = √(a φ / b). Of one batch size a and b are not known apart: where the noise scale is
 at least as large as the batch, so that twice the batch loses a third of a sample's worth at most, it is doubled, and
-measured. From then on it goes towards the largest goodput, by a factor of two at most, and never below the first batch.
+measured. From then on it goes towards the largest goodput, by a factor of two at most, and never below the first batch:
+up to that at the lower end of the noise scale's interval, and down to that at its upper end. In between it stays.
 
 All workers decide alike, by numbers that were summed over all of them.
 """
@@ -94,7 +95,7 @@ class GrowingBatch:
         times = {b: statistics.median(s) for b, s in self._seconds.items() if len(s) >= FEWEST_TIMES}
         if self.batch not in times:
             return None
-        target, gain = self._choose(times, scale, noise.low or 0.0)
+        target, gain = self._choose(times, scale, noise.low or 0.0, noise.high or math.inf)
         if target == self.batch:
             return None
         factor = learning_rate_factor(self._rule, scale, target, self._base)
@@ -102,18 +103,19 @@ class GrowingBatch:
         self.batch, self._factor, self._is_new = target, factor, True
         return change
 
-    def _choose(self, times: Mapping[int, float], scale: float, low: float) -> tuple[int, float | None]:
+    def _choose(self, times: Mapping[int, float], scale: float, low: float, high: float) -> tuple[int, float | None]:
         """Return the next batch, and its predicted goodput over that of the present one."""
         if len(times) == 1:
             doubled = self._round(2 * self.batch)
             return (doubled if low >= self.batch else self.batch), None
         fixed, each_sample = fit_step_seconds(times)
-        best = math.sqrt(fixed * scale / each_sample) if each_sample > 0 else math.inf
+        ends = [math.sqrt(fixed * end / each_sample) if each_sample > 0 else math.inf for end in (low, high)]
+        best = min(max(self.batch, ends[0]), ends[1])
         target = self._round(min(max(best, self.batch / 2), 2 * self.batch))
 
         def goodput(batch: int) -> float:
             speed = batch / (fixed + each_sample * batch)
-            return learning_goodput(speed, scale, batch, self._base)
+            return learning_goodput(speed, low if best > self.batch else scale, batch, self._base)
 
         gain = goodput(target) / goodput(self.batch)
         return (target, gain) if gain > 1 + WORTHWHILE else (self.batch, None)

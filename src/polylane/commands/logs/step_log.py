@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from polylane.commands.learning.noise_log import NoiseLog
 from polylane.commands.logs.kept_steps import KeptSteps, LoggedStep
 from polylane.commands.logs.step_columns import StepColumns
 from polylane.observe.timeline import Timeline
 from polylane.runtime.job import Job
 from polylane.runtime.plain_data.serialization import serializable
+from polylane.runtime.telemetry.noise_log import NoiseLog
 from polylane.verify.audit.audit_report import AuditReport
 
 Tell = Callable[[dict[str, Any]], None]

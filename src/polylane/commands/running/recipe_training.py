@@ -9,7 +9,7 @@ from typing import Any
 
 from polylane.commands import user_inputs as inputs
 from polylane.commands.learning.batch_follower import check_growth
-from polylane.commands.learning.noise_log import check_noise, measure_noise
+from polylane.commands.learning.noise_option import check_noise, measure_noise
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.recipe_data import limit_batches
 from polylane.commands.running.resume import check_same_model, read_saved_plan

@@ -16,7 +16,6 @@ from polylane.checkpoint.commit import MANIFEST
 from polylane.checkpoint.store import name_another
 from polylane.commands import user_inputs as inputs
 from polylane.commands.learning.batch_follower import BatchFollower, open_follower
-from polylane.commands.learning.noise_log import NoiseLog
 from polylane.commands.logs.goodput import PhaseClock
 from polylane.commands.logs.step_columns import StepColumns, count_tokens
 from polylane.commands.logs.step_log import StepLog, Tell, TestResult, TrainingOutcome, last_steps
@@ -40,6 +39,7 @@ from polylane.runtime.pipeline.anomalies import AnomalyDetector, NonFiniteValue,
 from polylane.runtime.server_role import ServingRole
 from polylane.runtime.sync.parameter_server.update_log import count_staleness
 from polylane.runtime.telemetry.matmul_rate import measure_matmul_rate
+from polylane.runtime.telemetry.noise_log import NoiseLog
 from polylane.runtime.workers.stop_request import StopRequest
 from polylane.verify.audit import AuditMode
 from polylane.verify.audit.audit_start import AuditStart

@@ -52,6 +52,7 @@ class ObjectiveUpdate:
         full_parameters: this worker's parameters in the shapes that its passes compute with, by name.
         counted_names: names of the parameters or shards that this worker counts in sums over all: each distinct one has
             one worker that counts it in a replica.
+        sums: sums numbers of parameters over all of their shards.
         copies: number of replicas that count the same.
         note_loss: runs the lines of the user's loss that only note something, with what returns the loss; None without.
         step_key: seed of the training and number of the step: what the optimizer's random numbers depend on.
@@ -67,6 +68,7 @@ class ObjectiveUpdate:
     shards: Shards
     full_parameters: dict[str, nn.Parameter]
     compressor: GradientCompressor
+    sums: SumOverMesh
     counted_names: Sequence[str] = ()
     copies: int = 1
     note_loss: Callable[[Callable[[], float]], None] | None = None
@@ -199,7 +201,7 @@ def _trainer_of(
     copies = 1 if _sums_all_replicas(local_model) else local_model.prepared.plan.data
     shards = local_model.shards
     return ObjectiveUpdate(
-        built, scheduler, order, updated_parts, clipper, shards, parameters, codec, counted, copies, note
+        built, scheduler, order, updated_parts, clipper, shards, parameters, codec, sums, counted, copies, note
     )
 
 

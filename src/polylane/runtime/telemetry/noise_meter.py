@@ -89,7 +89,11 @@ class NoiseMeter:
         )
         speaks_for, is_first = self._local_model.shard_spec.speaks_for, self._replica == 0 or not layout.is_joint
         counted = frozenset(name for name in update.full_parameters if is_first and speaks_for(name))
-        preconditioner = AdamPreconditioner(update.optimizer, update.local_parameters, update.full_parameters)
+        preconditioner = AdamPreconditioner(
+            update.optimizer, update.local_parameters, update.full_parameters, update.sums
+        )
+        if preconditioner.is_of_adam:
+            preconditioner.begin_step()
         return PartSquares(
             layout,
             self._replica,
