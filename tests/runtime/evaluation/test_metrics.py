@@ -242,13 +242,13 @@ def collate(samples: list[Any]) -> Any:
     return torch.utils.data.default_collate(samples)
 
 
-def evaluate_plainly(case: Evaluated) -> dict[str, float]:
+def evaluate_plainly(case: Evaluated, merge: Callable[[list[Any]], Any] = collate) -> dict[str, float]:
     """Return loss and metrics of a loop in one process, as its user would write it."""
     model, samples = case.model().eval(), case.data()
     sums, objects, total, count = dict[str, list[float]](), dict[str, Any](), 0.0, 0.0
     with torch.no_grad():
         for start in range(0, len(samples), BATCH):
-            batch = collate(samples[start : start + BATCH])
+            batch = merge(samples[start : start + BATCH])
             size = min(BATCH, len(samples) - start)
             loss = case.loss(model, batch)
             total += float(loss.total) if isinstance(loss, Mean) else float(loss) * size
@@ -403,3 +403,51 @@ def test_a_metric_object_is_not_changed_by_an_evaluation() -> None:
     evaluate_under(CASES["classes"], "data=2")
     assert COUNT.compute() == 5
     COUNT.reset()
+
+
+@pytest.mark.parametrize("plan", ["data=3,microbatches=1", "data=2,pipeline=2,microbatches=1"])
+def test_every_sample_counts_once_whatever_the_sizes(plan: str) -> None:
+    samples = labelled()
+    example = collate(samples[:BATCH])
+
+    def metrics(model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"count": (COUNT, batch[1]), "mean": batch[0][:, 0], "ordered": (ORDERED, batch[0][:, 1])}
+
+    problem = TrainingProblem(classifier(), build_objectives(classify, sgd, None, metrics), example)
+    compiled = compile_training(problem, plan, evaluation=True)
+    sizes = [(size, batch) for size in range(1, 12) for batch in (1, 2, 3, 5)]
+
+    def run(context: WorkerContext) -> list[dict[str, float]]:
+        with Job(compiled, context.world, example=example) as job:
+            return [job.evaluate_dataset(samples[:size], batch) for size, batch in sizes]
+
+    for results in fork_workers(run, compiled.plan.processes):
+        for (size, _), values in zip(sizes, results, strict=True):
+            rows = torch.stack([x for x, _ in samples[:size]])
+            assert values["count"] == size
+            assert math.isclose(values["mean"], float(rows[:, 0].mean()), rel_tol=1e-12)
+            ordered = RowsInOrder()
+            ordered.update(rows[:, 1])
+            assert math.isclose(values["ordered"], float(ordered.compute()), rel_tol=1e-12, abs_tol=1e-12)
+
+
+def pad(lines: list[Tensor]) -> Tensor:
+    """A batch of texts as long as the longest of them: 0 is ignored."""
+    return nn.utils.rnn.pad_sequence(lines, batch_first=True)
+
+
+@pytest.mark.parametrize("plan", ["data=1", "data=2", "pipeline=2,microbatches=1"])
+def test_texts_of_many_lengths_count_as_in_a_plain_loop(plan: str) -> None:
+    case, lines = CASES["texts"], [line[line != 0] if (line != 0).sum() > 2 else line[:3] for line in texts()]
+    expected = evaluate_plainly(replace(case, data=lambda: lines), pad)
+    example = pad(lines[:BATCH])
+    problem = TrainingProblem(case.model(), build_objectives(case.loss, sgd, None, case.metrics), example)
+    compiled = compile_training(problem, plan)
+
+    def run(context: WorkerContext) -> dict[str, float]:
+        with Job(compiled, context.world, example=example) as job:
+            return job.evaluate_dataset(lines, BATCH, collate=pad)
+
+    for values in fork_workers(run, compiled.plan.processes):
+        for key, value in expected.items():
+            assert math.isclose(values[key], value, rel_tol=1e-12, abs_tol=1e-12), key
