@@ -3,7 +3,8 @@
     computing   passes and updates, less what passes in collectives inside them
     moving      bytes are under way, and nothing is computed
     waiting     for one rank: it is later than its replicas, or its pass takes longer than that of a typical stage
-    bubble      the rest: what the order of the passes leaves empty, even where all stages are equally fast
+    bubble      the rest: what the order of the passes leaves empty, even where all stages are equally fast, and the
+                time before a rank's first and after its last action
 
 The four add up to the makespan on every rank. What no compute covers is told by :mod:`polylane.observe.stretches`. In
 collectives inside a pass ranks wait for the last one to arrive, which waits least. What the least waiting rank of a

@@ -111,7 +111,7 @@ def _read_metrics(path: Path, missing: list[str]) -> dict[str, list[Line]]:
     lines: dict[str, list[Line]] = {kind: [] for kind in ("step", "epoch", "audit")}
     text, unread = _read_text(path), 0
     if not text:
-        missing.append("metrics.jsonl is not there or empty: there are no curves")
+        missing.append("there is no metrics.jsonl, or nothing is in it: there are no curves")
     for row in text.splitlines():
         try:
             line = json.loads(row)
@@ -165,7 +165,7 @@ def _read_object(path: Path, subject: str, missing: list[str]) -> dict[str, Any]
     except (ValueError, RecursionError):
         data = {}
     if subject and not (isinstance(data, dict) and data):
-        missing.append(f"{path.name} is not there: {subject} is not known")
+        missing.append(f"there is no {path.name}: {subject} is not known")
     return data if isinstance(data, dict) else {}
 
 
