@@ -14,7 +14,8 @@ from polylane.commands import user_inputs as inputs
 from polylane.commands.requests import RecipeRequest
 from polylane.compile.unusable_modules import refuse_unusable_modules, refuse_unusable_settings
 from polylane.errors import PolylaneError
-from polylane.runtime.data.loader import batch_sizes, sample_order
+from polylane.runtime.data.loader import batch_sizes
+from polylane.runtime.data.sample_order import sample_order
 from polylane.runtime.workers.stop_request import Stopped
 
 RECIPE = """
