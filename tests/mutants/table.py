@@ -570,7 +570,7 @@ LOOPS = [
     ),
     Mutant(
         "same-order-in-every-epoch", "samples come in the same order in every epoch",
-        "runtime.data.loader:sample_order",
+        "runtime.data.sample_order:_mix",
         "seed * 1000003 + epoch",
         "seed * 1000003",
         "tests/runtime/data/test_loader.py", unseen="a proof has batches, no dataset",

@@ -16,7 +16,7 @@ from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
 from polylane.plan.spec import parse
 from polylane.runtime.checkpoint import training_state
-from polylane.runtime.data import loader
+from polylane.runtime.data import sample_order
 from polylane.verify.resuming.resumed_run import verify_resumed
 from polylane.verify.resuming.training_data import TrainingData
 from tests.checkpoint.saved_runs import halving, momentum, small_model
@@ -116,8 +116,8 @@ def test_a_stream_that_begins_again_is_found_by_its_first_loss() -> None:
 
 
 def test_samples_that_come_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = loader.sample_order
-    monkeypatch.setattr(loader, "sample_order", lambda samples, epoch, seed: original(samples, epoch, os.getpid()))
+    original = sample_order.sample_order
+    monkeypatch.setattr(sample_order, "sample_order", lambda samples, epoch, _: original(samples, epoch, os.getpid()))
     verdict = verify_resumed(small_model(), OBJECTIVE, DATA, "data=1")
     assert not verdict.passed and verdict.culprit == "the loss of step 3"
 
