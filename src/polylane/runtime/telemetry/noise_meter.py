@@ -22,6 +22,9 @@ from polylane.runtime.telemetry.preconditioner import AdamPreconditioner
 
 # Part of all steps' time that measuring may cost.
 BUDGET = 0.02
+# Least part of what measuring costs that its own clock sees: neither the calls of autograd around hooks, nor workers
+# that wait for one that measures. It was 40 to 100% where steps with and without it took turns (docs/benchmarks.md).
+SEEN_SHARE = 0.4
 
 
 class NoiseMeter:
@@ -45,6 +48,11 @@ class NoiseMeter:
         self._squares: PartSquares | None = None  # of the step that is measured
         self._totals = torch.zeros(0)
         self._cost, self._seconds, self._began = 0.0, 0.0, 0.0
+
+    @property
+    def period(self) -> int:
+        """Number of steps from a measured one to the next."""
+        return self._steps.period
 
     def turn_on(self, every_step: bool = False) -> None:
         """Measure the noise of some steps from the next one on; all workers call it between the same two steps.
@@ -155,4 +163,5 @@ class NoiseMeter:
     def follow(self, reading: NoiseReading | None) -> None:
         """Learn what measuring a step has cost; all workers do so before the same step."""
         if reading is not None:
-            self._steps.follow_cost(*reading.costs)
+            cost, seconds = reading.costs
+            self._steps.follow_cost(cost / SEEN_SHARE, seconds)
