@@ -150,6 +150,25 @@ def test_a_hostile_name_is_text(tmp_path: Path) -> None:
         check_quiet(seen)
 
 
+def test_files_of_anything_are_shown_without_a_message(tmp_path: Path) -> None:
+    """As far as they go: a page's script meets no type that it does not expect."""
+    folder = write_run(tmp_path / "run")
+    strange = {
+        "stages": [{"ranks": 3, "sends": [1], "modules": {}}, 7],
+        "memory": ["x", None],
+        "environment": {"a": {"b": [1]}},
+    }
+    (folder / "predicted.json").write_text(
+        json.dumps({**strange, "timeline": [], "theory": {"spans": 1}, "changes": [0]})
+    )
+    (folder / "goodput.json").write_text('{"attempts": [{"resumed_at": "x"}, 1], "seconds": {"a": "b"}, "verdict": 3}')
+    lines = ['{"step": 1, "loss": "x", "memory": 3, "waiting_for": [], "noise": {"scale": "y"}}', '{"step": 2}', "[]"]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    with opened(write_report(folder).as_uri()) as seen:
+        seen.page.wait_for_function(READY)
+        check_quiet(seen)
+
+
 def test_two_runs_stand_beside_each_other_on_the_same_axes(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "two.html"
     file.write_text(build_page([run, write_run(tmp_path / "b", steps=80, stages=4, replicas=1)]))

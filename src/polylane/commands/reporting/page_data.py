@@ -8,7 +8,7 @@ from typing import Any
 
 from polylane.commands.reporting import curves
 from polylane.commands.reporting.page_lanes import count_traffic, draw_lanes, stages_of
-from polylane.commands.reporting.run_files import RunFiles, read_mapping
+from polylane.commands.reporting.run_files import RunFiles, read_list, read_mapping
 from polylane.commands.reporting.verdict import describe_changes, describe_verdict, rate_batches
 from polylane.observe.timeline import Timeline
 from polylane.plan.spec import shorten_plan
@@ -86,17 +86,28 @@ def _find_recipe(run: RunFiles) -> str:
     for timeline in run.timelines.values():
         if timeline.notes.get("recipe"):
             return timeline.notes["recipe"]
-    command = read_mapping(run.predicted.get("environment")).get("command")
-    words = [str(word) for word in command] if isinstance(command, list) else []
+    words = [str(word) for word in read_list(read_mapping(run.predicted.get("environment")).get("command"))]
     return next((word for word in words[1:] if word.endswith(".py")), "")
 
 
 def _find_stages(run: RunFiles) -> list[Any]:
     """Return the stages as they were described before the run, or as a timeline has them."""
-    described = run.predicted.get("stages")
-    stages = [read_mapping(stage) for stage in described] if isinstance(described, list) else []
+    stages = [_clean_stage(stage) for stage in map(read_mapping, read_list(run.predicted.get("stages")))]
     typical = next(iter(run.timelines.values()), None)
     return stages or ([] if typical is None else stages_of(typical))
+
+
+def _clean_stage(stage: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the page shows of a stage, in the types that its script expects whatever the file has."""
+    links = [read_mapping(link) for link in read_list(stage.get("sends"))]
+    return {
+        "stage": str(stage.get("stage", "")),
+        "ranks": [str(rank) for rank in read_list(stage.get("ranks"))],
+        "mesh": str(stage.get("mesh", "")),
+        "modules": [str(module) for module in read_list(stage.get("modules"))],
+        "parameters": curves.read_number(stage.get("parameters")),
+        "sends": [{"to": str(link.get("to")), "bytes": curves.read_number(link.get("bytes")) or 0} for link in links],
+    }
 
 
 def _find_plan(run: RunFiles) -> str:
@@ -174,11 +185,12 @@ def _collect_events(run: RunFiles) -> list[dict[str, Any]]:
     """Return what happened at steps: restarts, changes of the plan, the end."""
     events, plan = list[dict[str, Any]](), ""
     for number, attempt in enumerate(run.attempts):
-        step, name = attempt.get("resumed_at"), str(attempt.get("plan") or "")
+        step, name = curves.read_number(attempt.get("resumed_at")), str(attempt.get("plan") or "")
         if number or step is not None:
             workers = f", {attempt['workers']} workers" if attempt.get("workers") else ""
             change = f", plan changed to {name}" if plan and name != plan else ""
-            events.append({"step": step or 0, "text": f"resumed at step {step or 0}{workers}{change}"})
+            begin = round(step or 0)
+            events.append({"step": begin, "text": f"resumed at step {begin}{workers}{change}"})
         plan = name or plan
     return events
 
@@ -219,8 +231,7 @@ def _collect_memory(run: RunFiles) -> dict[str, Any]:
             longest = max(len(numbers), len(measured))
             pairs = zip(_padded(numbers, longest), _padded(measured, longest), strict=True)
             measured = [max(pair) for pair in pairs]
-    predicted = run.predicted.get("memory")
-    numbers = [curves.read_number(value) or 0.0 for value in predicted] if isinstance(predicted, list) else []
+    numbers = [curves.read_number(value) or 0.0 for value in read_list(run.predicted.get("memory"))]
     return {"measured": measured, "predicted": numbers} if measured or numbers else {}
 
 

@@ -60,6 +60,11 @@ def read_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def read_list(value: Any) -> list[Any]:
+    """Return a value of a file that should be a list; an empty one where it is none."""
+    return value if isinstance(value, list) else []
+
+
 def find_folder(path: Path) -> Path:
     """Return the folder that a run's files are in: where an earlier run's stay until this one has ended well, below."""
     return path / UNFINISHED if (path / UNFINISHED / METRICS).is_file() else path
@@ -79,7 +84,6 @@ def read_run(path: Path) -> RunFiles:
     timelines = _read_timelines(folder, missing)
     predicted = _read_object(folder / PREDICTED, "what was predicted of the run", missing)
     goodput = _read_object(folder / GOODPUT, "", [])
-    attempts = goodput.get("attempts")
     plan = _read_text(folder / "plan.yaml") or str(predicted.get("plan_yaml", ""))
     if folder != path:
         missing.append(
@@ -94,7 +98,7 @@ def read_run(path: Path) -> RunFiles:
         folder,
         [steps[number] for number in sorted(steps)],
         lines["epoch"],
-        [read_mapping(attempt) for attempt in attempts] if isinstance(attempts, list) else [],
+        [read_mapping(attempt) for attempt in read_list(goodput.get("attempts"))],
         [line["audit"] for line in lines["audit"]],
         goodput,
         bool(goodput.get("verdict")) or (folder / MODEL).is_file(),

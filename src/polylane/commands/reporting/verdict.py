@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polylane.commands.reporting.curves import read_number
-from polylane.commands.reporting.run_files import RunFiles, read_mapping
+from polylane.commands.reporting.run_files import RunFiles, read_list, read_mapping
 from polylane.efficiency.batch_rules import adascale_gain, statistical_efficiency
 from polylane.errors import format_plural
 from polylane.observe.time_account import account_time
@@ -68,8 +68,7 @@ def _speed_up(run: RunFiles) -> str:
 def describe_changes(run: RunFiles) -> list[str]:
     """Return sentences on what would make the run faster, the largest gain first: of what is measured or simulated."""
     sentences: list[tuple[float, str]] = []
-    changes = run.predicted.get("changes")
-    for change in map(read_mapping, changes if isinstance(changes, list) else []):
+    for change in map(read_mapping, read_list(run.predicted.get("changes"))):
         if gain := read_number(change.get("faster")):
             words = str(change.get("change", ""))
             subject = f"{words[:1].upper()}{words[1:]}"

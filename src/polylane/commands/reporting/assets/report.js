@@ -284,7 +284,7 @@ function stagePicture(run, number) {
     const ranks = stage.ranks || [], modules = stage.modules || [], next = (stage.sends || []).map(link => `${bytes(link.bytes)} to stage ${link.to}`);
     const box = el("div", { class: "stage" }, el("b", {}, "stage " + stage.stage),
       el("div", { class: "ranks" }, ranks.slice(0, 16).map(rank => el("span", {}, "rank " + rank)), ranks.length > 16 ? `and ${ranks.length - 16} more` : ""),
-      stage.mesh && stage.mesh !== "1" ? el("div", {}, stage.mesh) : "", stage.parameters !== undefined ? el("div", {}, count(stage.parameters) + " parameters") : "",
+      stage.mesh && stage.mesh !== "1" ? el("div", {}, stage.mesh) : "", stage.parameters ? el("div", {}, count(stage.parameters) + " parameters") : "",
       modules.length ? el("div", { class: "modules" }, modules.slice(0, 8).join(", ") + (modules.length > 8 ? ` and ${modules.length - 8} more` : "")) : "");
     return at + 1 < run.stages.length ? [box, el("div", { class: "link" }, next.length ? next.map(words => el("div", {}, words)) : "")] : [box];
   });
