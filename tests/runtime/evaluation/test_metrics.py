@@ -451,3 +451,23 @@ def test_texts_of_many_lengths_count_as_in_a_plain_loop(plan: str) -> None:
     for values in fork_workers(run, compiled.plan.processes):
         for key, value in expected.items():
             assert math.isclose(values[key], value, rel_tol=1e-12, abs_tol=1e-12), key
+
+
+def test_what_draws_runs_for_each_call() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(F.dropout(torch.tanh(x), 0.5, training=True))
+
+    objectives = build_objectives(
+        classify, sgd, None, lambda model, batch: {"hits": model(batch[0]).argmax(1) == batch[1]}
+    )
+    problem = TrainingProblem(Noisy().double(), objectives, collate(labelled()[:BATCH]))
+    graph = compile_training(problem, "data=1", evaluation=True).evaluations["loss"].partition.graph
+    operators = [node.op for node in graph.nodes]
+    assert operators.count("aten.tanh.default") == 1
+    assert sum("dropout" in operator for operator in operators) == 2
+    assert operators.count("aten.linear.default") == 2
