@@ -117,7 +117,7 @@ def make_table(title: str | Text, *columns: str, left: Collection[str] = (), **s
         left: those whose cells are names, which may be broken where names may.
         style: of the table, as rich takes it.
     """
-    table = WordTable(title=title, **{"box": box.SIMPLE, **style})
+    table = WordTable(title=title or None, **{"box": box.SIMPLE, **style})
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=name not in left)
     return table

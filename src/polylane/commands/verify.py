@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.table import Table
 
 from polylane.commands import user_inputs as inputs
-from polylane.commands.printing import console, print_json, print_line
+from polylane.commands.printing import console, make_table, print_json, print_line, print_table
 from polylane.commands.verifying import script
 from polylane.commands.verifying.script import is_script
 from polylane.errors import PolylaneError, format_plural
@@ -104,17 +103,16 @@ def _prove(request: VerifyRequest, plan: AnyPlan) -> Verdict:
 def _show(verdict: Verdict) -> None:
     out = console()
     worst_first = sorted(verdict.deviations, key=lambda deviation: deviation.worst, reverse=True)
-    table = Table("parameter or buffer", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("gradient", "value", "optimizer's state"):
-        table.add_column(column, justify="right")
+    columns = ("parameter or buffer", "gradient", "value", "optimizer's state")
+    table = make_table("", *columns, left=columns[:1], box=box.SIMPLE_HEAD, pad_edge=False)
     for deviation in worst_first[:ROWS]:
         gradient = _format_cell(deviation.gradient, f"gradient of {deviation.name}", verdict)
         value = _format_cell(deviation.value, f"buffer {deviation.name}", verdict)
         style = "" if deviation.worst <= verdict.tolerance else "red"
-        table.add_row(deviation.name, gradient, value, _format_cell(deviation.memory, "", verdict), style=style)
+        table.add_words(deviation.name, gradient, value, _format_cell(deviation.memory, "", verdict), style=style)
     steps = "" if verdict.steps == 1 else " of any step"
     out.print(f"Relative errors{steps}, the worst first", style="bold")
-    out.print(table)
+    print_table(out, table)
     if len(worst_first) > ROWS:
         print(f"... and {len(worst_first) - ROWS} more, no worse than these (--json has all)")
     for step, (reference, plan) in enumerate(verdict.losses, start=1):

@@ -7,8 +7,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.text import Text
-
 from polylane.commands import planning, printing
 from polylane.commands import user_inputs as inputs
 from polylane.commands.learning.advise_request import AdviseRequest
@@ -17,6 +15,7 @@ from polylane.commands.requests import PlanRequest
 from polylane.efficiency.batch_choice import BatchOption, RatedBatch, choose_batch, list_batches, rate_batches
 from polylane.efficiency.batch_rules import RateRule, learning_rate_factor
 from polylane.errors import PolylaneError, format_plural
+from polylane.plan.spec import shorten_plan
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
@@ -166,17 +165,16 @@ def _show(ranked: Sequence[RatedBatch], scale: float, base: int) -> None:
     columns = ["batch", "plan", "workers", "samples/s", "efficiency", "95%", "goodput", "per step", "rate", "Adam's"]
     is_priced = any(row.option.price for row in ranked)
     grid = printing.make_table("Batches, the most progress in a second first", *columns, left=["plan"])
-    grid.columns[1].ratio = 1
     if is_priced:
-        grid.add_column("price", justify="right")
+        grid.add_column("price", justify="right", no_wrap=True)
     best_of_batch = {row.option.batch: row for row in reversed(ranked)}
     for row in ranked:
         option = row.option
         if best_of_batch[option.batch] is not row:  # another number of devices, which is slower
             continue
-        grid.add_row(
+        grid.add_words(
             str(option.batch) + (" *" if option.batch == base else ""),
-            Text(_shorten(option.plan)),
+            shorten_plan(option.plan),
             str(option.workers),
             f"{option.samples_per_second:,.0f}",
             f"{row.efficiency:.0%}",
@@ -187,14 +185,7 @@ def _show(ranked: Sequence[RatedBatch], scale: float, base: int) -> None:
             f"{learning_rate_factor('adascale-sqrt', scale, option.batch, base):.2f}",
             *([f"{row.price_of_progress:.2g}"] if is_priced else []),
         )
-    printing.console().print(grid)
-
-
-def _shorten(plan: str) -> str:
-    """Return a plan without the words that say nothing (a pipeline of one stage), to be broken behind its commas."""
-    words = plan.split(",")
-    is_flat = "pipeline=1" in words
-    return ", ".join(w for w in words if not (is_flat and (w == "pipeline=1" or w.startswith("schedule="))))
+    printing.print_table(printing.console(), grid)
 
 
 def _describe(
