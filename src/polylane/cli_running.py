@@ -109,6 +109,7 @@ def run(
     watch: WatchOptions,
     trouble: TroubleOptions,
     audit: options.Audit = "auto",
+    noise: options.Noise = "auto",
 ) -> None:
     """Run a training script that calls polylane.prepare on N workers.
 
@@ -137,6 +138,7 @@ def run(
         trouble=trouble,
         watch=watch,
         audit=audit,
+        noise=noise,
     )
     command.run(request)
 

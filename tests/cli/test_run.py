@@ -103,6 +103,16 @@ def test_a_script_prints_what_it_prints_alone(scripts: Path) -> None:
     assert f"epoch 1: loss {steps[1]['loss']:.9f}" in plain
 
 
+def test_a_script_logs_its_gradient_noise(scripts: Path) -> None:
+    """And prints the same numbers beside it."""
+    plain, _ = execute(scripts, "tiny_script.py --epochs 2", program=())
+    for plan in ("data=2", "pipeline=2,microbatches=2", "data=2,shard=parameters"):
+        line = f"run tiny_script.py --plan {plan} --noise on --run run/noisy -- --epochs 2"
+        assert execute(scripts, line)[0] == plain
+        steps, _ = metrics(scripts / "run/noisy")
+        assert [step["noise"]["parts"] for step in steps] == [2] * len(steps) and len(steps) >= 2
+
+
 def test_alone_and_without_a_plan_a_script_runs_as_it_is(scripts: Path) -> None:
     out, err = execute(scripts, "run tiny_script.py")
     assert out.startswith("epoch 0: loss") and err == "a warning\n"

@@ -21,7 +21,7 @@ from polylane.commands.running.option_groups import (
 from polylane.verify.audit import AuditMode
 
 if TYPE_CHECKING:
-    from polylane.commands.learning_rates import LearningRateOptions
+    from polylane.commands.learning_rates import LearningRateOptions, NoiseMode
     from polylane.plan.plan import AnyPlan
 
 Request = TypeVar("Request")
@@ -170,10 +170,12 @@ class RunRequest(FolderRequest):
     Attributes:
         script: the path of a Python file that calls ``polylane.prepare``.
         arguments: the script's own arguments.
+        noise: whether the gradient noise is measured: "on" in every step, "auto" in some, where the plan allows it.
     """
 
     script: str
     arguments: tuple[str, ...] = ()
+    noise: NoiseMode = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

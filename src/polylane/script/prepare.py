@@ -137,7 +137,7 @@ def open_loop(
         say_at_once(
             "no checkpoints are saved: they are taken after an optimizer's step(), and prepare() was given none"
         )
-    loop.runner.audit_mode = session.audit
+    loop.runner.audit_mode, loop.runner.noise_mode = session.audit, session.noise
     loop.runner.recorder = session.recorder if not session.loops else None
     session.hold(loops=[loop])
     _agree_on_random_numbers(world)

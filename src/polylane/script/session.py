@@ -45,6 +45,7 @@ class ScriptSession:
         continues_on_disk_error: whether a checkpoint that could not be saved is a warning, and the training goes on.
         recorder: records the steps of what is prepared first; None: nobody does.
         audit: whether some steps are computed a second time on one device, and what follows from a difference.
+        noise: whether the gradient noise is measured: "on" in every step, "auto" in some, where the plan allows it.
         is_plain: whether the script runs as it is, whatever plan it names itself.
         is_alone: whether one worker computes what the plan gives to several, for a comparison with them.
         nudge: seed by which the weights that it trains are moved by one unit in the last place before they are, to see
@@ -63,6 +64,7 @@ class ScriptSession:
     continues_on_disk_error: bool = True
     recorder: StepRecorder | None = None
     audit: AuditMode = "auto"
+    noise: str = "off"
     is_plain: bool = False
     is_alone: bool = False
     nudge: int | None = None

@@ -76,6 +76,7 @@ class TapeRunner:
     Attributes:
         audit: compares some steps with those of one device; None before the training under the plan.
         audit_mode: whether some steps are computed a second time, and what follows from a difference.
+        noise_mode: whether the gradient noise is measured: "on" in every step, "auto" in some where the plan allows it.
         models: the models as one.
         hooks: the forward hooks of the models.
         assigned: what forwards have assigned to attributes of modules.
@@ -101,6 +102,7 @@ class TapeRunner:
     ) -> None:
         self.audit: PassesAudit | None = None
         self.audit_mode: AuditMode = "auto"
+        self.noise_mode = "off"
         self.world, self._optimizers, self._plan, self._batch_dim = world, optimizers, plan, batch_dim
         self.hooks, self.assigned = ForwardHooks(models), AssignedTensors()
         self.models, self.live, self.tapes = Models(models), LiveCalls(), TapeBook()
@@ -337,6 +339,7 @@ class TapeRunner:
                 parameter.grad = gradients.get(name)
             raise
         role = self.role
+        role.telemetry.noise.choose(self.noise_mode)
         if self._resumed is not None:
             role.continue_whole(self._resumed.plain)
         role.take_gradients(gradients, OBJECTIVE)

@@ -24,17 +24,15 @@ def check_noise(mode: NoiseMode, prepared: CompiledTraining) -> None:
         raise PolylaneError(f"--noise on: {reason}")
 
 
-def measure_noise(mode: NoiseMode, job: Job, prepared: CompiledTraining) -> None:
+def measure_noise(mode: NoiseMode, job: Job) -> None:
     """Begin to measure the gradient noise of a training, where that is asked for and the plan allows it.
 
     Args:
         mode: the option of the command line.
         job: this worker's part in the training, before its first step.
-        prepared: the training, compiled for its plan.
     """
-    worker = job.worker
-    if mode != "off" and isinstance(worker, TrainingRole) and _why_not(prepared) is None:
-        worker.telemetry.noise.turn_on(every_step=mode == "on")
+    if isinstance(worker := job.worker, TrainingRole):
+        worker.telemetry.noise.choose(mode)
 
 
 def _why_not(prepared: CompiledTraining) -> str | None:

@@ -94,7 +94,7 @@ class RecipeTraining:
         clip_norm, seed = self.request.clip_norm, self.request.seed
         example = self.problem.example
         job = Job(prepared, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=same_weights)
-        measure_noise(self.request.rates.noise_mode, job, prepared)
+        measure_noise(self.request.rates.noise_mode, job)
         return job
 
     def check_rates(self, prepared: CompiledTraining) -> None:

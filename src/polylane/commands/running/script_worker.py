@@ -103,6 +103,7 @@ def run_in_session(request: RunRequest, world: World, tell: Tell) -> ScriptEnd:
         tell=tell if world.rank == 0 else ignore,
         recorder=log,
         audit=request.audit,
+        noise=request.noise,
     )
     calls = world.progress.calls
     with running_session(session):

@@ -67,6 +67,18 @@ class NoiseMeter:
             raise PolylaneError(f"the gradient noise cannot be measured here: {reason}")
         self.is_on, self._steps = True, ObservedSteps(BUDGET, 1 if every_step else LONGEST_PERIOD)
 
+    def choose(self, mode: str) -> None:
+        """Do as ``--noise`` says; all workers call it between the same two steps.
+
+        Args:
+            mode: "on" measures every step, "auto" some where the plan allows it, "off" none.
+
+        Raises:
+            PolylaneError: "on", and it cannot be measured under this plan.
+        """
+        if mode == "on" or (mode == "auto" and why_not_measured(self._plan, self._couples_replicas) is None):
+            self.turn_on(every_step=mode == "on")
+
     @contextmanager
     def measuring(self, executor: Executor, update: ObjectiveUpdate, step: int) -> Iterator[None]:
         """Context manager around the program of a step: if the step is measured, its backward passes are.
@@ -90,7 +102,8 @@ class NoiseMeter:
 
     def _build_squares(self, executor: Executor, update: ObjectiveUpdate) -> PartSquares:
         program = executor.program
-        layout = lay_out_parts(self._plan, program, self._couples_replicas, executor.is_replica_local)
+        couples = couples_replicas(self._plan, program.partition.graph, executor.is_batch_sharded)
+        layout = lay_out_parts(self._plan, program, couples, executor.is_replica_local)
         own_python = (node for node in program.partition.graph.nodes if node.is_own_python)
         sums = find_partial_sums(
             self._plan, program, layout.is_joint, {name for node in own_python for name in node.parameters}
