@@ -16,6 +16,7 @@ import pytest
 from polylane.commands.reporting.report_page import build_page, write_report
 from polylane.commands.reporting.run_files import read_run
 from polylane.commands.reporting.serve_report import ReportServer
+from polylane.commands.running.run_folder import RunFolder
 from polylane.observe.swimlane.render import gallery, html
 from tests.support.browser import Opened, opened
 from tests.support.runs import make_theory, write_run
@@ -216,7 +217,7 @@ def server(tmp_path: Path) -> Iterator[ReportServer]:
     folder = write_run(tmp_path / "live", steps=20)
     (folder / "goodput.json").unlink()
     (folder / "model.safetensors").unlink()
-    with ReportServer([folder]) as served:
+    with RunFolder(folder).claimed(True), ReportServer([folder]) as served:
         thread = Thread(target=served.serve_forever)
         thread.start()
         yield served

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from polylane.commands.reporting import report_page
+from polylane.commands.reporting.page_data import describe_state
+from polylane.commands.reporting.run_files import read_run
 from polylane.commands.running.run_folder import RunFolder
 
 
@@ -32,6 +38,19 @@ def test_a_run_that_fails_has_a_page_where_its_files_are(tmp_path: Path) -> None
     assert (tmp_path / "x/unfinished/report.html").exists() and not (tmp_path / "x/report.html").exists()
 
 
+def test_a_run_is_running_as_long_as_its_process_has_the_folder(tmp_path: Path) -> None:
+    place, states = RunFolder(tmp_path / "x"), []
+    with pytest.raises(RuntimeError), place.claimed(True):
+        place.begin()
+        place.metric({"step": 1, "epoch": 1, "loss": 2.0})
+        states.append(describe_state(read_run(tmp_path / "x")))
+        raise RuntimeError("a worker died")
+    states.append(describe_state(read_run(tmp_path / "x")))
+    assert states == ["running", "stopped"]
+    (data,) = re.findall(r'id="data">([^<]*)<', (tmp_path / "x/report.html").read_text())
+    assert json.loads(gzip.decompress(base64.b64decode(data)))["runs"][0]["state"] == "stopped"
+
+
 def test_a_process_that_does_not_write_writes_no_page(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "x").claimed(False):
         pass
@@ -39,7 +58,7 @@ def test_a_process_that_does_not_write_writes_no_page(tmp_path: Path) -> None:
 
 
 def test_a_page_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(folder: Path) -> Path:
+    def fail(folder: Path, is_over: bool) -> Path:
         raise RuntimeError("a mistake")
 
     monkeypatch.setattr(report_page, "write_report", fail)

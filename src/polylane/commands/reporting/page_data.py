@@ -67,12 +67,12 @@ def collect_run(run: RunFiles) -> dict[str, Any]:
 
 
 def describe_state(run: RunFiles) -> str:
-    """Return whether a run has ended, as far as its files say: "ended", "failed", "running", or "" where unknown."""
+    """Return how a run is: "failed", "ended" well, "running", or "stopped" before its end."""
     if run.failure:
         return "failed"
     if run.has_ended:
         return "ended"
-    return "running" if run.attempts or run.steps else ""
+    return "running" if run.is_running else "stopped"
 
 
 def _draw_predicted(run: RunFiles, name: str) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,17 @@ ASSETS = Path(__file__).with_name("assets")
 POLL_SECONDS = 2.0  # between two questions of a live page
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, is_over: bool = False) -> Path:
     """Write the page of a run into its folder, and return its path.
 
     Args:
         folder: of the run; what it lacks is said on the page.
+        is_over: whether the run is over, though its process has not given up the folder yet.
 
     Raises:
         PolylaneError: there is no run in the folder, or the page cannot be written.
     """
-    page, path = build_page([folder]), folder / REPORT
+    page, path = build_page([folder], is_over=is_over), folder / REPORT
     try:
         replace_text(path, page)
     except OSError as error:
@@ -40,17 +42,18 @@ def write_report(folder: Path) -> Path:
     return path
 
 
-def build_page(folders: Sequence[Path], is_live: bool = False) -> str:
+def build_page(folders: Sequence[Path], is_live: bool = False, is_over: bool = False) -> str:
     """Return the page of a run, or of two beside each other.
 
     Args:
         folders: of one run, or of two.
         is_live: whether the page asks its own server for what is new.
+        is_over: whether the runs are over, whoever has claimed their folders.
 
     Raises:
         PolylaneError: there is no run in a folder.
     """
-    data = collect_data(folders, is_live)
+    data = collect_data(folders, is_live, is_over)
     scripts = {
         "uplot": (ASSETS / "uPlot.iife.min.js").read_text(encoding="utf-8"),
         "swimlane": swimlane_script(),
@@ -69,9 +72,11 @@ def build_page(folders: Sequence[Path], is_live: bool = False) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def collect_data(folders: Sequence[Path], is_live: bool = False) -> dict[str, Any]:
+def collect_data(folders: Sequence[Path], is_live: bool = False, is_over: bool = False) -> dict[str, Any]:
     """Return what a page shows of its runs, as plain data; arguments as for :func:`build_page`."""
-    return {"runs": [collect_run(read_run(folder)) for folder in folders], "poll": POLL_SECONDS if is_live else 0}
+    runs = [read_run(folder) for folder in folders]
+    runs = [replace(run, is_running=False) if is_over else run for run in runs]
+    return {"runs": [collect_run(run) for run in runs], "poll": POLL_SECONDS if is_live else 0}
 
 
 def dump(data: Any) -> str:

@@ -33,6 +33,7 @@ class RunFiles:
         audits: verdicts of steps that were made again.
         goodput: where the wall time went; with the run's verdict once it has ended.
         has_ended: whether it has ended well.
+        is_running: whether a process has claimed the folder.
         timelines: of kept steps, by what each is: typical, slowest, first, last.
         predicted: what was predicted before it began; empty where nothing was.
         plan: text of plan.yaml; "" where there is none.
@@ -48,6 +49,7 @@ class RunFiles:
     audits: Sequence[Line] = ()
     goodput: Line = field(default_factory=dict)
     has_ended: bool = False
+    is_running: bool = False
     timelines: Mapping[str, Timeline] = field(default_factory=dict)
     predicted: Line = field(default_factory=dict)
     plan: str = ""
@@ -102,12 +104,26 @@ def read_run(path: Path) -> RunFiles:
         [line["audit"] for line in lines["audit"]],
         goodput,
         bool(goodput.get("verdict")) or (folder / MODEL).is_file(),
+        is_claimed(path),
         timelines,
         predicted,
         plan,
         failure,
         missing,
     )
+
+
+def is_claimed(path: Path) -> bool:
+    """Return whether a process has claimed a run's folder; False where the system does not list locks.
+
+    A lock is looked up and not tried: a trial would keep a run that starts at that moment from its folder.
+    """
+    try:
+        inode = str(path.stat().st_ino)
+        locks = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
+    except (OSError, ValueError):
+        return False
+    return any("FLOCK" in words and any(word.endswith(f":{inode}") for word in words) for words in locks)
 
 
 def _read_metrics(path: Path, missing: list[str]) -> dict[str, list[Line]]:

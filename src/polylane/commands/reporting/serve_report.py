@@ -16,7 +16,7 @@ from threading import Lock
 
 from polylane.commands.logs.file_names import GOODPUT, METRICS, MODEL, PREDICTED, WHY
 from polylane.commands.reporting.report_page import build_page, collect_data, dump
-from polylane.commands.reporting.run_files import find_folder
+from polylane.commands.reporting.run_files import find_folder, is_claimed
 from polylane.errors import PolylaneError
 
 LOOPBACK = "127.0.0.1"
@@ -39,7 +39,8 @@ class ReportServer(ThreadingHTTPServer):
     def __init__(self, folders: Sequence[Path], port: int = 0) -> None:
         self.page = build_page(folders, is_live=True).encode()
         self._folders, self._lock = folders, Lock()
-        self._signature, self._data = tuple[tuple[int, int], ...](), b""
+        self._signature: object = None
+        self._data = b""
         super().__init__((LOOPBACK, port), _ReportHandler)
         self.token = secrets.token_urlsafe(24)
         self.hosts = {f"{name}:{self.server_port}" for name in (LOOPBACK, "localhost")}
@@ -52,7 +53,8 @@ class ReportServer(ThreadingHTTPServer):
             PolylaneError: there is no run any more.
         """
         with self._lock:
-            signature = tuple(map(_sign, self._list_files()))
+            claims = tuple(map(is_claimed, self._folders))  # a run that was killed changes no file
+            signature = claims, tuple(map(_sign, self._list_files()))
             if signature != self._signature:
                 self._data = dump(collect_data(self._folders, is_live=True)).encode()
                 self._signature = signature

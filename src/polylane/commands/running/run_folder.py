@@ -274,7 +274,7 @@ class RunFolder:
         from polylane.commands.reporting.report_page import write_report
 
         try:
-            write_report(self._at)
+            write_report(self._at, is_over=True)
         # A page is drawn from files that a user may have changed, at the end of hours of training.
         except Exception as error:
             (self._warn or say_at_once)(f"{self._at / REPORT} was not written: {error}")

@@ -43,7 +43,7 @@ const tag = number => several() ? NAMES[number] + ": " : "";
 // --- the head: what it was, how it went, what would change it ---
 
 function head(run, number) {
-  const words = { ended: "ended", failed: "failed", running: "running" }[run.state];
+  const words = { ended: "ended", failed: "failed", running: "running", stopped: "stopped" }[run.state];
   return el("section", { "aria-label": tag(number) + run.name },
     el("h1", {}, tag(number) + run.name, words ? el("span", { class: "state " + run.state }, words) : ""),
     el("p", { class: "plan" }, [run.recipe, run.plan].filter(Boolean).join(" · ")),
