@@ -18,7 +18,7 @@ from polylane.cli import app
 from polylane.commands.reporting import curves
 from polylane.commands.reporting.page_lanes import MOST_RANKS, count_traffic
 from polylane.commands.reporting.report_page import build_page, write_report
-from polylane.commands.reporting.run_files import read_run
+from polylane.commands.reporting.run_files import read_noise, read_run
 from polylane.commands.reporting.verdict import describe_changes, describe_verdict, rate_batches
 from polylane.efficiency.batch_rules import adascale_gain
 from polylane.errors import PolylaneError
@@ -173,6 +173,12 @@ def test_batches_are_rated_by_the_noise_scale(tmp_path: Path) -> None:
     assert now[1:] == [1] * 6
     double = next(row for row in rated["rows"] if row[0] == 128)
     assert double[1] == pytest.approx(1 / adascale_gain(300, 128, 64), rel=1e-3)
+
+
+def test_the_noise_is_that_of_the_gradients_as_adam_divides_them() -> None:
+    plain = {"scale": 300.0, "low": 200.0, "high": 500.0}
+    assert read_noise({"noise": plain}) == plain and read_noise({}) == read_noise({"noise": "y"}) == {}
+    assert read_noise({"noise": {**plain, "adam": {"scale": 20.0}}}) == {"scale": 20.0}
 
 
 def test_bytes_are_counted_once(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from polylane.compile.sample_shares import compute_shares
 from polylane.efficiency.noise_estimates import NoiseEstimate, estimate_noise
+from polylane.efficiency.noise_window import NoiseScale
 from polylane.errors import PolylaneError
 from polylane.graph.batch import split_bounds
 from polylane.recipe import Mean
 from polylane.runtime.job import Job
+from polylane.runtime.telemetry.noise_log import NoiseLog
 from polylane.runtime.telemetry.noise_reading import NoiseReading
 from tests.support import models
 from tests.support.workers.training import Tied, adamw, batch_of, classify, mlp, sgd, workers
@@ -318,3 +320,30 @@ def test_hooks_on_parameters_change_updates_and_not_the_noise() -> None:
     model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
     for readings in workers(lambda job: measure(job, batches), model, "data=2", example=batches[0]):
         assert_alike(readings, expected)
+
+
+@pytest.mark.parametrize("plan", ["data=2,microbatches=2", "tensor=2,microbatches=4"])
+def test_a_training_finds_the_closed_form(plan: str) -> None:
+    """Linear regression on x ~ N(0, I) without noise: d + 1, within 3%, from 300 steps at the same weights."""
+
+    def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (model(batch[0])[:, 0] - batch[1]).square().mean() / 2
+
+    def still(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(list(parameters), lr=0.0)
+
+    torch.manual_seed(0)
+    model = nn.Linear(20, 1, bias=False).double()
+    inputs = [torch.randn(256, 20, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(300)]
+    batches = [(rows, torch.zeros(256, dtype=torch.float64)) for rows in inputs]
+
+    def follow(job: Job) -> NoiseScale:
+        log = NoiseLog()
+        job.worker.telemetry.noise.turn_on(every_step=True)  # type: ignore[union-attr]
+        for batch in batches:
+            log.describe(job.step(batch))
+        return log.scale
+
+    scales = workers(follow, model, plan, loss=squared_error, optimizer=still, example=batches[0])
+    assert scales[0].scale == pytest.approx(21, rel=0.03) and all(scale == scales[0] for scale in scales)
+    assert scales[0].low is not None and scales[0].high is not None and scales[0].low < 21 < scales[0].high

@@ -8,7 +8,7 @@ from typing import Any
 
 from polylane.commands.reporting import curves
 from polylane.commands.reporting.page_lanes import count_traffic, draw_lanes, stages_of
-from polylane.commands.reporting.run_files import RunFiles, read_list, read_mapping
+from polylane.commands.reporting.run_files import RunFiles, read_list, read_mapping, read_noise
 from polylane.commands.reporting.verdict import describe_changes, describe_verdict, rate_batches
 from polylane.observe.timeline import Timeline
 from polylane.plan.spec import shorten_plan
@@ -145,7 +145,7 @@ def _collect_noise(run: RunFiles) -> dict[str, Any]:
     for key, words in (("scale", "noise scale"), ("low", "95% from"), ("high", "95% to")):
         curve = curves.read_curve(
             run.steps,
-            lambda line, name=key: read_mapping(line.get("noise")).get(name),  # type: ignore[misc]
+            lambda line, name=key: read_noise(line).get(name),  # type: ignore[misc]
         )
         if curve[0]:
             chart[words] = _pack(curve)

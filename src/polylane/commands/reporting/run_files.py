@@ -62,6 +62,16 @@ def read_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def read_noise(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a step's line says of the noise of the gradients that its optimizer steps along; empty for nothing.
+
+    Args:
+        line: of metrics.jsonl; with Adam it has the noise of the gradients as Adam divides them, too.
+    """
+    noise = read_mapping(line.get("noise"))
+    return read_mapping(noise.get("adam")) or noise
+
+
 def read_list(value: Any) -> list[Any]:
     """Return a value of a file that should be a list; an empty one where it is none."""
     return value if isinstance(value, list) else []

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polylane.commands.reporting.curves import read_number
-from polylane.commands.reporting.run_files import RunFiles, read_list, read_mapping
+from polylane.commands.reporting.run_files import RunFiles, read_list, read_mapping, read_noise
 from polylane.efficiency.batch_rules import adascale_gain, statistical_efficiency
 from polylane.errors import format_plural
 from polylane.observe.time_account import account_time
@@ -116,11 +116,11 @@ def rate_batches(run: RunFiles) -> dict[str, Any]:
     ``rows`` has for each batch: samples, steps for the same progress as one step now, and samples for it, each with
     the ends of its 95% interval.
     """
-    noises = [line for line in run.steps if read_mapping(line.get("noise"))]
+    noises = [line for line in run.steps if read_noise(line)]
     if not noises:
         return {}
     line = noises[-1]
-    noise, batch = line["noise"], read_number(line.get("samples"))
+    noise, batch = read_noise(line), read_number(line.get("samples"))
     ends = [read_number(noise.get(name)) for name in ("scale", "low", "high")]
     if ends[0] is None or not batch:
         return {"note": "not enough data yet: the gradients' noise hides how large they are", "rows": []}
