@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Packages by the names that they are imported by, where these differ; pydantic_core is a part of pydantic.
-PACKAGES = {"yaml": "pyyaml", "sklearn": "scikit-learn", "pydantic_core": "pydantic"}
+PACKAGES = {"yaml": "pyyaml", "sklearn": "scikit-learn", "pydantic_core": "pydantic", "mlflow": "mlflow-skinny"}
 # What nobody imports and the tests need all the same: programs, a plugin of pytest (timeout), a notebook's kernel, and
 # types for mypy.
 TOOLS = {"ipykernel", "mypy", "ruff", "pytest-timeout", "types-pyyaml"}
@@ -48,7 +48,9 @@ def _normalize(name: str) -> str:
 
 
 def test_the_library_imports_what_it_depends_on() -> None:
-    assert imported("src") == declared(PROJECT["dependencies"])
+    """And what its loggers write with, where they are used; TensorBoard's writer is torch's, which imports it."""
+    loggers = declared(PROJECT["optional-dependencies"]["loggers"]) - {"tensorboard"}
+    assert imported("src") == declared(PROJECT["dependencies"]) | loggers
 
 
 def test_bridges_import_their_extras() -> None:
@@ -60,6 +62,6 @@ def test_extras_are_what_examples_benchmarks_and_tests_import() -> None:
     extras, own = PROJECT["optional-dependencies"], declared(PROJECT["dependencies"])
     assert imported("examples") - own == declared(extras["examples"])
     assert imported("benchmarks") - own == declared([*extras["zoo"], *extras["gpipe"]])
-    bridged = declared([*extras["transformers"], *extras["lightning"]])
+    bridged = declared([*extras["transformers"], *extras["lightning"], *extras["loggers"]])
     found = imported("tests") - own - declared(extras["examples"]) - declared(extras["zoo"]) - bridged
     assert found == declared(extras["test"]) - TOOLS
