@@ -20,6 +20,7 @@ from polylane.recipe import Mean
 from polylane.runtime.job import Job
 from polylane.runtime.telemetry.noise_log import NoiseLog
 from polylane.runtime.telemetry.noise_reading import NoiseReading
+from polylane.runtime.telemetry.part_squares import norm
 from tests.support import models
 from tests.support.workers.training import Tied, adamw, batch_of, classify, mlp, sgd, workers
 
@@ -347,3 +348,13 @@ def test_a_training_finds_the_closed_form(plan: str) -> None:
     scales = workers(follow, model, plan, loss=squared_error, optimizer=still, example=batches[0])
     assert scales[0].scale == pytest.approx(21, rel=0.03) and all(scale == scales[0] for scale in scales)
     assert scales[0].low is not None and scales[0].high is not None and scales[0].low < 21 < scales[0].high
+
+
+def test_norms_are_in_single_precision_at_least() -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert norm(values).item() == values.norm().item()
+    assert norm(values.bfloat16()).item() == pytest.approx(values.bfloat16().double().norm().item(), rel=1e-6)
+    pairs = torch.view_as_complex(values.view(500, 2))
+    assert norm(pairs).item() == pytest.approx(values.norm().item(), rel=1e-14)
+    rows = torch.sparse_coo_tensor(torch.tensor([[1, 1, 2]]), torch.ones(3, 2), (4, 2))
+    assert norm(rows).item() == pytest.approx(10**0.5)

@@ -143,7 +143,9 @@ def check_growth(rates: LearningRateOptions, plan: Plan, population: int | None)
     if rates.noise == "off":
         raise PolylaneError("--batch auto follows the gradient noise: leave out --noise off")
     if population is None:
-        raise PolylaneError("--batch auto needs data with a length, from which an epoch goes on with another batch")
+        raise PolylaneError(
+            "--batch auto needs data with a length and no sampler, since an epoch goes on with another batch"
+        )
     if plan.sync.has_servers or plan.sync.is_replica_local:
         raise PolylaneError(
             "--batch auto needs replicas that make each step together: leave out servers= and every=, or give a --batch"

@@ -172,10 +172,14 @@ def divide(gradient: Tensor, divisor: Tensor | None) -> Tensor:
 
 
 def norm(gradient: Tensor) -> Tensor:
-    """Return the 2-norm of a gradient, a scalar on its device.
+    """Return the 2-norm of a gradient, a scalar on its device, in single precision at least.
+
+    The spread is a difference of squares: of norms in bfloat16, as torch returns them, nothing would be left.
 
     Args:
         gradient: dense, or sparse with rows that may repeat.
     """
-    result: Tensor = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient)
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    values = torch.view_as_real(values) if values.is_complex() else values
+    result: Tensor = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
     return result
