@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +80,7 @@ def read_list(value: Any) -> list[Any]:
 
 def find_folder(path: Path) -> Path:
     """Return the folder that a run's files are in: where an earlier run's stay until this one has ended well, below."""
-    return path / UNFINISHED if (path / UNFINISHED / METRICS).is_file() else path
+    return path / UNFINISHED if os.path.isfile(path / UNFINISHED / METRICS) else path
 
 
 def read_run(path: Path) -> RunFiles:
@@ -88,7 +89,7 @@ def read_run(path: Path) -> RunFiles:
     Raises:
         PolylaneError: there is no such folder, or no file of a run in it.
     """
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise PolylaneError(f"{path} is no folder of a run")
     folder = find_folder(path)
     missing: list[str] = []
@@ -113,7 +114,7 @@ def read_run(path: Path) -> RunFiles:
         [read_mapping(attempt) for attempt in read_list(goodput.get("attempts"))],
         [line["audit"] for line in lines["audit"]],
         goodput,
-        bool(goodput.get("verdict")) or (folder / MODEL).is_file(),
+        bool(goodput.get("verdict")) or os.path.isfile(folder / MODEL),
         is_claimed(path),
         timelines,
         predicted,
