@@ -32,6 +32,7 @@ from polylane.runtime.compile_cache import FORMS_KEPT, CompileCache
 from polylane.runtime.data.batch_forms import MANY_FORMS
 from polylane.runtime.job import Job
 from polylane.runtime.program_binder import CacheKey
+from polylane.runtime.step_result import StepResult
 from polylane.runtime.state.settings_versions import Purpose
 from tests.support.workers.compiling import compile_training
 from tests.support.workers.training import batch_of, classify, mlp, sgd, workers
@@ -50,7 +51,9 @@ CHECKS = {
     "runtime/sync/required_gradients.py",  # what was frozen or unfrozen
     "runtime/progress/script_calls.py",  # all ranks make the same call
     "runtime/stale_weights.py",  # what a script wrote into weights
+    "runtime/state/settings_versions.py",  # what a script has changed of the model, and when
     "runtime/telemetry/observed_steps.py",  # whether this step is measured
+    "runtime/telemetry/noise_meter.py",
     "runtime/telemetry/telemetry.py",
 }
 TRANSPORT = str(Path(PACKAGE, "runtime", "transport"))
@@ -83,7 +86,13 @@ def warm_step(job: Job) -> set[str]:
     batch = batch_of(8)
     for _ in range(2):
         job.step(batch)
-    return files_called(lambda: job.step(batch), TRANSPORT if job.world.size > 1 else "nothing")
+    results = list[StepResult]()
+    for _ in range(20):  # one of a few is observed: that is measured by itself, see benchmarks/observing.py
+        left_out = TRANSPORT if job.world.size > 1 else "nothing"
+        found = files_called(lambda: results.append(job.step(batch)), left_out)
+        if not results[-1].facts:
+            break
+    return found
 
 
 @pytest.mark.parametrize("plan", ["microbatches=1", "pipeline=2,microbatches=2"])
