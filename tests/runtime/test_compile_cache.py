@@ -32,8 +32,8 @@ from polylane.runtime.compile_cache import FORMS_KEPT, CompileCache
 from polylane.runtime.data.batch_forms import MANY_FORMS
 from polylane.runtime.job import Job
 from polylane.runtime.program_binder import CacheKey
-from polylane.runtime.step_result import StepResult
 from polylane.runtime.state.settings_versions import Purpose
+from polylane.runtime.step_result import StepResult
 from tests.support.workers.compiling import compile_training
 from tests.support.workers.training import batch_of, classify, mlp, sgd, workers
 
