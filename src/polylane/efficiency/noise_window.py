@@ -113,7 +113,8 @@ def measure_noise_scale(estimates: Iterable[NoiseEstimate]) -> NoiseScale:
     ratio = spread / gradient if gradient else 0.0
     inflation = autocorrelation_time(pairs[:, 0] - ratio * pairs[:, 1])
     effective = count / inflation
-    covariance = np.cov(pairs, rowvar=False) / effective
+    # Deviations from the batches' own mean lack the variance of that mean: divided by n - τ, and not by n - 1.
+    covariance = np.cov(pairs, rowvar=False) * (count - 1) / (count - inflation) / effective
     low, high = fieller_interval((spread, gradient), covariance, _quantile(effective - 1))
     bounded = NoiseScale(
         gradient, max(spread, 0.0), count, effective, low=max(low, 0.0) if math.isfinite(low) else None
@@ -152,8 +153,8 @@ def fieller_interval(
 def autocorrelation_time(values: Sequence[float] | NDArray[np.float64]) -> float:
     """Return by what factor autocorrelation inflates the variance of a mean: 1 + 2 Σ ρ_k, at least 1.
 
-    The sum ends before the first lag whose correlation is not above its own noise, 1.64 / √n. Of values that are
-    independent hardly any lag enters, so that their interval does not get wider; at most a quarter of the lags do.
+    The sum ends before the first lag whose correlation is not above its own noise, 1 / √n. Of values that are
+    independent few lags enter, so that their interval hardly gets wider; at most a quarter of the lags do.
 
     Args:
         values: in the order of time.
@@ -164,8 +165,9 @@ def autocorrelation_time(values: Sequence[float] | NDArray[np.float64]) -> float
         return 1.0
     total = 1.0
     for lag in range(1, count // 4):
-        correlation = float(deviations[lag:] @ deviations[:-lag]) / variance
-        if correlation <= 1.64 / math.sqrt(count):
+        # The mean was taken out of the values themselves, and with it the variance of a mean out of each product.
+        correlation = float(deviations[lag:] @ deviations[:-lag]) / variance + total / count
+        if correlation <= 1 / math.sqrt(count):
             break
         total += 2 * correlation
     return min(total, count / FEWEST) if count > FEWEST else 1.0
