@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.tiny_recipe import NUMBERS
 from tests.support.workers import forked_commands
 
 RECIPE = """
@@ -81,7 +82,7 @@ def train(folder: Path, name: str, line: str) -> list[dict[str, object]]:
     )
     assert done.returncode == 0, done.stderr
     lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in each.items() if "second" not in key} for each in lines]
+    return [{key: value for key, value in each.items() if key in NUMBERS} for each in lines]
 
 
 @pytest.mark.parametrize("kind", ["Plain", "Stateful"])

@@ -33,7 +33,7 @@ class Points(torch.utils.data.Dataset):
         time.sleep(self.pause)
         if self.fault == "print":
             print("a sample", flush=True)
-        if i == 40 and multiprocessing.parent_process() is not None:
+        if i == 40 and (multiprocessing.parent_process() is not None or os.environ.get("RANK") == "1"):
             leave(self.fault)
         x = torch.full((4,), i / 48)
         return x, x[:1]
@@ -46,7 +46,7 @@ def leave(fault):
 
 class Leaving(torch.optim.SGD):
     def step(self, closure=None):
-        if multiprocessing.current_process().name == "polylane-worker-1":
+        if multiprocessing.current_process().name == "polylane-worker-1" or os.environ.get("RANK") == "1":
             sys.exit(0)
         return super().step(closure)
 

@@ -130,11 +130,11 @@ def test_a_failed_worker_waits_for_nobody_when_it_ends(plan: str, tmp_path: Path
 def test_a_worker_that_torchrun_started_abandons_what_failed(
     error: type[BaseException], abandons: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(*_: Any) -> None:
+    def begin(*_: Any) -> None:
         raise error(Path(), 1)
 
     training: Any = mock.Mock()
-    monkeypatch.setattr(running_worker, "train", train)
+    monkeypatch.setattr(running_worker, "RecipeLoop", begin)
     with pytest.raises(error):
         running_worker.TrainingWorker(training, mock.Mock(), mock.Mock()).train(lambda message: None)
     assert training.job.return_value.abandon.called == abandons
