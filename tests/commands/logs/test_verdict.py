@@ -29,8 +29,8 @@ SHARES: dict[str, Any] = {"computing": 0.61, "bubble": 0.22, "waiting": 0.12, "m
         (
             {"waiting_for": {0: 0.06, 1: 0.06}, "loading": 0.5},
             2,
-            None,
-            "30% computing, 50% waiting for data, 11% bubble, 6% waiting, 2% moving bytes",
+            0.06,
+            "1.2 times one device on 2; 30% computing, 50% waiting for data, 11% bubble, 6% waiting, 2% moving bytes",
         ),
         ({"waiting": 0.0, "moving": 0.0, "bubble": 0.0}, 1, 0.1, "61% computing"),
     ],

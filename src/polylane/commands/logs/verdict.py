@@ -20,6 +20,8 @@ _WORDS = {
 def describe_verdict(shares: Mapping[str, Any], workers: int, alone: float | None) -> str:
     """Describe how a run went: ``2.9 times one device on 4; 61% computing, 22% bubble, 12% waiting for rank 3``.
 
+    The speed is that of the steps without loading.
+
     Args:
         shares: mean shares of observed steps and their mean duration, see :meth:`.StepColumns.means`.
         workers: number of workers that train.
@@ -37,7 +39,11 @@ def describe_verdict(shares: Mapping[str, Any], workers: int, alone: float | Non
     for name, share in sorted(parts.items(), key=lambda part: -part[1]):
         if share >= SMALLEST_SHARE:
             words.append(f"{share:.0%} {_WORDS[name]}{_name_culprit(name, shares)}")
-    speed = "" if alone is None or workers == 1 else f"{alone / shares['seconds']:.2g} times one device on {workers}; "
+    # What one device would take to load its samples is not predicted.
+    seconds = shares["seconds"] * busy_share
+    speed = (
+        "" if alone is None or workers == 1 or not seconds else f"{alone / seconds:.2g} times one device on {workers}; "
+    )
     return speed + ", ".join(words)
 
 

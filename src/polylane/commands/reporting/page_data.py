@@ -9,7 +9,7 @@ from typing import Any
 from polylane.commands.reporting import curves
 from polylane.commands.reporting.page_lanes import count_traffic, draw_lanes, stages_of
 from polylane.commands.reporting.run_files import RunFiles, read_list, read_mapping, read_noise
-from polylane.commands.reporting.verdict import describe_changes, describe_verdict, rate_batches
+from polylane.commands.reporting.verdict import describe_changes, find_verdict, rate_batches
 from polylane.observe.timeline import Timeline
 from polylane.plan.spec import shorten_plan
 
@@ -43,7 +43,7 @@ def collect_run(run: RunFiles) -> dict[str, Any]:
         "recipe": _find_recipe(run),
         "plan": _find_plan(run),
         "state": describe_state(run),
-        "verdict": describe_verdict(run),
+        "verdict": find_verdict(run),
         "changes": describe_changes(run),
         "missing": list(run.missing),
         "facts": _collect_facts(run),

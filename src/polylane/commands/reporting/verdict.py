@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from polylane.commands.logs.verdict import describe_verdict
 from polylane.commands.reporting.curves import read_number
 from polylane.commands.reporting.run_files import RunFiles, read_list, read_mapping, read_noise
 from polylane.efficiency.batch_rules import adascale_gain, statistical_efficiency
@@ -17,8 +19,8 @@ WORTH = 0.05
 FACTORS = (0.25, 0.5, 1, 2, 4, 8)  # of the batch, that are rated
 
 
-def describe_verdict(run: RunFiles) -> str:
-    """Return how the run went in one sentence: its own, or of what was measured; "" where nothing is known."""
+def find_verdict(run: RunFiles) -> str:
+    """Return how the run went in one sentence: its own, or of what was measured so far; "" where nothing is known."""
     if run.failure:
         return run.failure
     if run.goodput.get("verdict"):
@@ -26,15 +28,11 @@ def describe_verdict(run: RunFiles) -> str:
     shares, waits = _mean_shares(run)
     if not shares:
         return f"{format_plural(len(run.steps), 'step')}; where their time went was not measured" if run.steps else ""
-    words = [f"{shares.get('computing', 0):.0%} computing"]
-    words += [f"{shares[name]:.0%} {words_of}" for name, words_of in _LOST.items() if shares.get(name, 0) >= 0.005]
-    worst = max(waits.items(), key=lambda item: item[1], default=None)
-    if worst is not None and worst[1] >= 0.005:
-        words.append(f"{worst[1]:.0%} waiting for rank {worst[0]}")
-    return f"{_speed_up(run)}{', '.join(words)}"
-
-
-_LOST = {"bubble": "bubble", "moving": "moving bytes", "communicating": "communicating"}
+    seconds = [s for line in run.steps[1:] if (s := read_number(line.get("seconds")))]
+    workers = next((timeline.ranks for timeline in run.timelines.values()), 0)
+    alone = read_number(run.predicted.get("one_device_seconds")) if seconds and workers else None
+    typical = statistics.median(seconds) if seconds else 0.0
+    return describe_verdict({**shares, "waiting_for": waits, "seconds": typical}, workers, alone or None)
 
 
 def _mean_shares(run: RunFiles) -> tuple[Mapping[str, float], Mapping[str, float]]:
@@ -53,16 +51,6 @@ def _mean_shares(run: RunFiles) -> tuple[Mapping[str, float], Mapping[str, float
         for rank, share in read_mapping(line.get("waiting_for")).items():
             waits[str(rank)] += (read_number(share) or 0.0) / len(observed)
     return shares, waits
-
-
-def _speed_up(run: RunFiles) -> str:
-    """Return ``2.9 times one device on 4 workers (predicted for one); ``; "" where one device was not predicted."""
-    alone = read_number(run.predicted.get("one_device_seconds"))
-    seconds = sorted(s for line in run.steps[1:] if (s := read_number(line.get("seconds"))))
-    workers = next((timeline.ranks for timeline in run.timelines.values()), 0)
-    if not alone or not seconds or workers < 2:
-        return ""
-    return f"{alone / seconds[len(seconds) // 2]:.2g} times one device, as predicted, on {workers}; "
 
 
 def describe_changes(run: RunFiles) -> list[str]:
