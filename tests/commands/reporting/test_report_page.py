@@ -120,6 +120,17 @@ def test_an_older_run_has_a_page(tmp_path: Path) -> None:
     assert run["stages"] == [{"stage": 0, "ranks": [0, 1, 2, 3]}, {"stage": 1, "ranks": [0, 1, 2, 3]}]
 
 
+def test_a_batch_that_grows_is_an_event(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    change = {"step": 40, "size": 128, "noise_scale": 161.1, "gain": 1.56, "rate_factor": 2.67}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"batch": change}) + "\n")
+    (run,) = data_of(build_page([folder]))["runs"]
+    assert run["missing"] == []  # a line that is known
+    assert run["events"][-1] == {"step": 40, "text": "batches of 128 samples after step 40"}
+    assert [event["step"] for event in run["events"]] == [30, 40]
+
+
 @pytest.mark.parametrize(
     "name", ["metrics.jsonl", "timelines.json", "predicted.json", "goodput.json", "why.json", "plan.yaml"]
 )

@@ -182,7 +182,7 @@ def _collect_waits(run: RunFiles) -> list[list[Any]]:
 
 
 def _collect_events(run: RunFiles) -> list[dict[str, Any]]:
-    """Return what happened at steps: restarts, changes of the plan, the end."""
+    """Return what happened at steps: restarts, changes of the plan and of the batch, in order."""
     events, plan = list[dict[str, Any]](), ""
     for number, attempt in enumerate(run.attempts):
         step, name = curves.read_number(attempt.get("resumed_at")), str(attempt.get("plan") or "")
@@ -192,7 +192,11 @@ def _collect_events(run: RunFiles) -> list[dict[str, Any]]:
             begin = round(step or 0)
             events.append({"step": begin, "text": f"resumed at step {begin}{workers}{change}"})
         plan = name or plan
-    return events
+    for batch_change in run.batch_changes:
+        step, size = (curves.read_number(batch_change.get(key)) for key in ("step", "size"))
+        if step is not None and size is not None:
+            events.append({"step": round(step), "text": f"batches of {size:,.0f} samples after step {step:.0f}"})
+    return sorted(events, key=lambda event: event["step"])
 
 
 # Tables --------------------------------------------------------------------------------------------------------------

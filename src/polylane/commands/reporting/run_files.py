@@ -18,6 +18,9 @@ LARGEST_BYTES = 512 << 20  # of one file that is read
 # Of the steps that a run keeps, the order in which they are offered.
 KEPT = ("typical", "slowest", "first", "last")
 
+# Kinds of lines whose content is an object under their name.
+_NESTED = ("audit", "batch")
+
 Line = Mapping[str, Any]
 
 
@@ -32,6 +35,7 @@ class RunFiles:
         epochs: lines of epochs, in order.
         attempts: of the run, in order: when each began, its plan and workers, and the step that it went on from.
         audits: verdicts of steps that were made again.
+        batch_changes: of a batch that grows, see :class:`.BatchChange`, with the step before each.
         goodput: where the wall time went; with the run's verdict once it has ended.
         has_ended: whether it has ended well.
         is_running: whether a process has claimed the folder.
@@ -48,6 +52,7 @@ class RunFiles:
     epochs: Sequence[Line] = ()
     attempts: Sequence[Line] = ()
     audits: Sequence[Line] = ()
+    batch_changes: Sequence[Line] = ()
     goodput: Line = field(default_factory=dict)
     has_ended: bool = False
     is_running: bool = False
@@ -113,6 +118,7 @@ def read_run(path: Path) -> RunFiles:
         lines["epoch"],
         [read_mapping(attempt) for attempt in read_list(goodput.get("attempts"))],
         [line["audit"] for line in lines["audit"]],
+        [line["batch"] for line in lines["batch"]],
         goodput,
         bool(goodput.get("verdict")) or os.path.isfile(folder / MODEL),
         is_claimed(path),
@@ -139,7 +145,7 @@ def is_claimed(path: Path) -> bool:
 
 def _read_metrics(path: Path, missing: list[str]) -> dict[str, list[Line]]:
     """Return the lines of metrics.jsonl by their kind; what cannot be read, such as half a last line, is left out."""
-    lines: dict[str, list[Line]] = {kind: [] for kind in ("step", "epoch", "audit")}
+    lines: dict[str, list[Line]] = {kind: [] for kind in ("step", "epoch", *_NESTED)}
     text, unread = _read_text(path), 0
     if not text:
         missing.append("there is no metrics.jsonl, or nothing is in it: there are no curves")
@@ -163,8 +169,9 @@ def _kind_of(line: Any) -> str:
     """Return the kind of a line; "" for what is none."""
     if not isinstance(line, dict):
         return ""
-    if isinstance(line.get("audit"), dict):
-        return "audit"
+    for kind in _NESTED:
+        if isinstance(line.get(kind), dict):
+            return kind
     if not isinstance(line.get("step"), int):
         return ""
     return "epoch" if "train_loss" in line or "test_loss" in line else "step"
