@@ -20,7 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from polylane.commands.running.run_folder import MODEL, NAMES, UNFINISHED, WHY, RunFolder
+from polylane.commands.logs.file_names import MODEL, NAMES, UNFINISHED, WHY
+from polylane.commands.running.run_folder import RunFolder
 from polylane.errors import NotFinite, PolylaneError
 from polylane.observe.timeline import Timeline
 from polylane.runtime.parameters import broadcast as weights

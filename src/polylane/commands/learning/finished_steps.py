@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from polylane.commands.logs.file_names import METRICS, RUN, UNFINISHED
 from polylane.efficiency.noise_estimates import NoiseEstimate
 from polylane.efficiency.noise_window import NoiseScale, NoiseWindow
 from polylane.errors import PolylaneError
-
-RUN_FILE = "run.json"
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,13 @@ def read_options(folder: Path) -> RunOptions:
     Raises:
         PolylaneError: there is no such file, or it is not one of a run.
     """
-    path = _find_file(folder, RUN_FILE)
+    path = _find_file(folder, RUN)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return RunOptions(**content | {"settings": tuple(content["settings"])})
     except OSError as error:
         raise PolylaneError(
-            f"{folder}: {RUN_FILE} cannot be read ({error.strerror or error}): give the folder of a polylane train"
+            f"{folder}: {RUN} cannot be read ({error.strerror or error}): give the folder of a polylane train"
         ) from error
     except (ValueError, TypeError, KeyError) as error:
         raise PolylaneError(f"{path} is not the file of a run: it was edited") from error
@@ -95,13 +94,13 @@ def read_steps(folder: Path) -> FinishedSteps:
     Raises:
         PolylaneError: the metrics cannot be read.
     """
-    path = _find_file(folder, "metrics.jsonl")
+    path = _find_file(folder, METRICS)
     plain, adam = NoiseWindow(), NoiseWindow()
     steps, rate = list[tuple[int, float]](), None
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
-        raise PolylaneError(f"{folder}: metrics.jsonl cannot be read: {error.strerror or error}") from error
+        raise PolylaneError(f"{folder}: {METRICS} cannot be read: {error.strerror or error}") from error
     for line in lines:
         with suppress(ValueError, TypeError, KeyError, AttributeError):
             content = json.loads(line)
@@ -119,5 +118,5 @@ def read_steps(folder: Path) -> FinishedSteps:
 
 
 def _find_file(folder: Path, name: str) -> Path:
-    unfinished = folder / "unfinished" / name
+    unfinished = folder / UNFINISHED / name
     return unfinished if unfinished.exists() else folder / name

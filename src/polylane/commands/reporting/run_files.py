@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from polylane.commands.logs.file_names import GOODPUT, METRICS, MODEL, PREDICTED, UNFINISHED, WHY
+from polylane.commands.logs.file_names import (
+    GOODPUT,
+    METRICS,
+    MODEL,
+    PLAN,
+    PREDICTED,
+    TIMELINE,
+    TIMELINES,
+    UNFINISHED,
+    WHY,
+)
 from polylane.diagnosis import report_file
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Timeline
@@ -102,7 +112,7 @@ def read_run(path: Path) -> RunFiles:
     timelines = _read_timelines(folder, missing)
     predicted = _read_object(folder / PREDICTED, "what was predicted of the run", missing)
     goodput = _read_object(folder / GOODPUT, "", [])
-    plan = _read_text(folder / "plan.yaml") or str(predicted.get("plan_yaml", ""))
+    plan = _read_text(folder / PLAN) or str(predicted.get("plan_yaml", ""))
     if folder != path:
         missing.append(
             f"this is the run in {folder.name}/: it has not ended well, or not yet; the folder has an earlier one"
@@ -179,10 +189,10 @@ def _kind_of(line: Any) -> str:
 
 def _read_timelines(folder: Path, missing: list[str]) -> dict[str, Timeline]:
     """Return the timelines of the steps that were kept; of an older run the one that there is."""
-    data, sentence = _read_object(folder / "timelines.json", "", []), ""
+    data, sentence = _read_object(folder / TIMELINES, "", []), ""
     steps = data.get("steps")
     steps = steps if isinstance(steps, dict) else {}
-    if not steps and (single := _read_object(folder / "timeline.json", "", [])):
+    if not steps and (single := _read_object(folder / TIMELINE, "", [])):
         steps = {"typical": single}
     timelines: dict[str, Timeline] = {}
     for name in (*KEPT, *(name for name in steps if name not in KEPT)):

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from polylane.commands.logs.file_names import GOODPUT, METRICS, MODEL, PREDICTED, REPORT, UNFINISHED, WHY
+from polylane.commands.logs import file_names
 from polylane.commands.logs.metrics_file import (
     MetricsFile,
     belongs_to_checkpoint,
@@ -33,11 +33,6 @@ from polylane.errors import PolylaneError
 from polylane.observe.swimlane import render as swimlane
 from polylane.observe.timeline import Timeline
 from polylane.output import say_at_once
-
-# All files of a run, in the order in which they are renamed: the weights first, since they are worth the most.
-PICTURES = ("timeline.json", "timelines.json", "trace.json", "swimlane.html")
-NAMES = (MODEL, "plan.yaml", "run.json", METRICS, GOODPUT, PREDICTED, *PICTURES, REPORT)
-ALL_NAMES = (*NAMES, WHY)  # with that of a run that did not end well
 
 ATTEMPT = ".attempt"  # name of the note in a folder of torchrun's workers: who started them, and where they write
 
@@ -78,12 +73,12 @@ class RunFolder:
     @property
     def model(self) -> Path:
         """The path of the weights during the run."""
-        return self._at / MODEL
+        return self._at / file_names.MODEL
 
     @property
     def metrics(self) -> Path:
         """The path of the metrics during the run; they stay there where it does not end well."""
-        return self._at / METRICS
+        return self._at / file_names.METRICS
 
     def check(self) -> None:
         """Refuse a place where nothing can be written, without making anything yet.
@@ -97,8 +92,8 @@ class RunFolder:
         if not os.access(existing, os.W_OK | os.X_OK):
             raise PolylaneError(f"--run {self.path}: {existing} cannot be written to")
         # This run reads and replaces these, when it is too late to choose another folder. A pipe holds up who opens it.
-        for path in (self.path, self.path / UNFINISHED):
-            for name in (*ALL_NAMES, ATTEMPT):
+        for path in (self.path, self.path / file_names.UNFINISHED):
+            for name in (*file_names.ALL_NAMES, ATTEMPT):
                 if kind := _describe_kind(path / name):
                     raise PolylaneError(f"--run {path}: {name} there is a {kind}, and a file of the run: move it away")
 
@@ -138,7 +133,8 @@ class RunFolder:
         self.continues = note is not None
         if note is not None:
             return self.path / note
-        return self.path / UNFINISHED if any((self.path / name).exists() for name in ALL_NAMES) else self.path
+        has_files = any((self.path / name).exists() for name in file_names.ALL_NAMES)
+        return self.path / file_names.UNFINISHED if has_files else self.path
 
     def _read_note(self, folder: Path) -> str | None:
         """Return where below the folder an earlier attempt of this launch writes; None where none does."""
@@ -198,17 +194,17 @@ class RunFolder:
         goodput: dict[str, Any] | None = None
         with self._starting("the metrics from here on are lost"):
             self._at.mkdir(exist_ok=True)
-            earlier = self.metrics if self.metrics.exists() else self.path / METRICS
+            earlier = self.metrics if self.metrics.exists() else self.path / file_names.METRICS
             kept_metrics = ""
             if resumed_at is not None and belongs_to_checkpoint(earlier, resumed_at, loss, is_own):
                 kept_metrics = lines_until(earlier, resumed_at)
             if kept_metrics or self.continues:
-                goodput = read_json(earlier.with_name(GOODPUT))
+                goodput = read_json(earlier.with_name(file_names.GOODPUT))
             if resumed_at is not None:  # before anything is deleted: whenever this process ends, these lines are there
                 replace_text(self.metrics, kept_metrics)
             if self._at != self.path and not self.continues:
-                for name in ALL_NAMES:
-                    if resumed_at is None or name != METRICS:
+                for name in file_names.ALL_NAMES:
+                    if resumed_at is None or name != file_names.METRICS:
                         (self._at / name).unlink(missing_ok=True)
             self._metrics = MetricsFile(self.metrics, append=self.continues or resumed_at is not None)
             self._has_begun = True
@@ -217,9 +213,9 @@ class RunFolder:
     def plan(self, text: str, options: Mapping[str, Any] | None = None) -> None:
         """Write the plan into plan.yaml, and the options of a recipe's run into run.json."""
         with self._starting("plan.yaml is that of an earlier attempt"):
-            replace_text(self._at / "plan.yaml", text)
+            replace_text(self._at / file_names.PLAN, text)
             if options is not None:
-                replace_text(self._at / "run.json", dump_json(dict(options)))
+                replace_text(self._at / file_names.RUN, dump_json(dict(options)))
 
     def metric(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl, at once. Where that fails and the run goes on, later lines are lost, too."""
@@ -239,25 +235,25 @@ class RunFolder:
         """Write the timeline of a typical step, as data and as pictures, and those of all steps that are kept."""
         with self._going_on("the timeline is lost"):
             self._at.mkdir(parents=True, exist_ok=True)  # it may have been removed during the training
-            replace_text(self._at / "timeline.json", dump_json(timeline.to_dict()))
+            replace_text(self._at / file_names.TIMELINE, dump_json(timeline.to_dict()))
             steps = {name: step.to_dict() for name, step in shown.items()}
-            replace_text(self._at / "timelines.json", dump_json({"steps": steps}))
-            replace_text(self._at / "trace.json", dump_json(swimlane.perfetto(timeline)))
-            replace_text(self._at / "swimlane.html", swimlane.html(timeline))
+            replace_text(self._at / file_names.TIMELINES, dump_json({"steps": steps}))
+            replace_text(self._at / file_names.TRACE, dump_json(swimlane.perfetto(timeline)))
+            replace_text(self._at / file_names.SWIMLANE, swimlane.html(timeline))
 
     def why(self, report: HangReport) -> None:
         """Write what every worker was doing when the run stood still or failed; ``polylane why`` reads it."""
         with self._writing():
             self._at.mkdir(exist_ok=True)
-            (self._at / WHY).write_text(dump_json(report_file.to_dict(report)), encoding="utf-8")
+            (self._at / file_names.WHY).write_text(dump_json(report_file.to_dict(report)), encoding="utf-8")
 
     def finish(self) -> None:
         """Replace an earlier run's files by this run's, which has ended well and written all of them."""
         with self._writing():
             (self.path / ATTEMPT).unlink(missing_ok=True)
             for folder in {self._at, self.path}:  # of an attempt that failed, or of an earlier run
-                (folder / WHY).unlink(missing_ok=True)
-            for name in NAMES if self._at != self.path else ():
+                (folder / file_names.WHY).unlink(missing_ok=True)
+            for name in file_names.NAMES if self._at != self.path else ():
                 file = self._at / name
                 if file.exists():
                     os.replace(file, self.path / name)
@@ -277,7 +273,7 @@ class RunFolder:
             write_report(self._at, is_over=True)
         # A page is drawn from files that a user may have changed, at the end of hours of training.
         except Exception as error:
-            (self._warn or say_at_once)(f"{self._at / REPORT} was not written: {error}")
+            (self._warn or say_at_once)(f"{self._at / file_names.REPORT} was not written: {error}")
 
     def add_weights(self, step: int, write: Callable[[Path], None]) -> Path | None:
         """Add the weights of a run that has made all of its steps, and died before they were written.
@@ -289,7 +285,8 @@ class RunFolder:
         Returns:
             The file; None where the weights of that step were there.
         """
-        if self._at != self.path and (not self.metrics.exists() or find_last_step(self.path / METRICS) >= step):
+        earlier_metrics = self.path / file_names.METRICS
+        if self._at != self.path and (not self.metrics.exists() or find_last_step(earlier_metrics) >= step):
             self._remove_files()  # the earlier run's files are those of that step, or nothing else is there
             self._at = self.path
         is_missing = not self.model.exists()
@@ -302,7 +299,7 @@ class RunFolder:
     def _remove_files(self) -> None:
         """Remove what this run, or one that did not end well, has written into UNFINISHED."""
         with self._writing():
-            for name in ALL_NAMES:
+            for name in file_names.ALL_NAMES:
                 (self._at / name).unlink(missing_ok=True)
             with suppress(OSError):  # not there, or somebody else's files are in it
                 self._at.rmdir()
