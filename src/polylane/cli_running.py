@@ -82,7 +82,8 @@ def train(
     from polylane.commands import train as command
 
     (fewest, maximum), (size, largest) = workers or (None, None), parse_batch(batch)
-    size *= data.accumulate  # the samples of a step
+    # What the user names are batches, of which a step has several.
+    size, largest = size * data.accumulate, largest and largest * data.accumulate
     shared: dict[str, Any] = {"recipe": recipe, "batch": size, "settings": tuple(settings or ()), "seed": seed}
     split: dict[str, Any] = {"workers": maximum, "plan": plan, "clip_norm": clip_norm, "json": json, "audit": audit}
     length: dict[str, Any] = {"epochs": epochs, "steps": steps, "drop_last": drop_last, "run_folder": run}

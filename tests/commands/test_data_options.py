@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from polylane.cli import app
+from polylane.commands import train
+from polylane.commands.requests import TrainRequest
 from tests.cli.tiny_recipe import execute
 
 RECIPE = """
@@ -114,3 +118,16 @@ def test_averages_are_tested_and_saved(folder: Path) -> None:
     assert average[-1]["test_loss"] != last[-1]["test_loss"]
     weights, others = (load_file(folder / f"run/{name}/model.safetensors") for name in ("average", "last"))
     assert all(not torch.equal(weights[key], others[key]) for key in weights)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"), [("8", (32, None)), ("auto:8", (32, 0)), ("auto:8:64", (32, 256)), ("auto", (256, 0))]
+)
+def test_a_step_that_grows_has_several_batches_at_first_and_at_most(
+    monkeypatch: pytest.MonkeyPatch, text: str, sizes: tuple[int, int | None]
+) -> None:
+    requests = list[TrainRequest]()
+    monkeypatch.setattr(train, "run", requests.append)
+    result = CliRunner().invoke(app, ["train", "any.py", "--batch", text, "--accumulate", "4"])
+    assert result.exit_code == 0, result.output
+    assert (requests[0].rates.batch, requests[0].rates.largest_batch) == sizes
