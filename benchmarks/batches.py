@@ -25,7 +25,7 @@ from polylane.commands.learning.growing_batch import GrowingBatch, fit_step_seco
 from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
-from polylane.efficiency.batch_rules import RateRule, learning_goodput, learning_rate_factor
+from polylane.efficiency.batch_rules import ScalingRule, learning_goodput, learning_rate_factor
 from polylane.efficiency.noise_window import NoiseScale
 from polylane.errors import PolylaneError
 from polylane.recipe import Recipe, load
@@ -59,7 +59,7 @@ class Task:
     batches: tuple[int, ...]
     target: float
     most_samples: int
-    rule: RateRule
+    rule: ScalingRule
 
     def load(self) -> Recipe:
         return load(self.recipe, dict(self.settings))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from polylane.efficiency.batch_rules import (
-    RateRule,
+    ScalingRule,
     adascale_gain,
     learning_goodput,
     learning_rate_factor,
@@ -26,7 +26,7 @@ def test_limits() -> None:
 
 
 def test_learning_rates() -> None:
-    factors = {rule: learning_rate_factor(rule, 32, 64, 16) for rule in get_args(RateRule)}
+    factors = {rule: learning_rate_factor(rule, 32, 64, 16) for rule in get_args(ScalingRule)}
     assert factors == pytest.approx({"linear": 4, "sqrt": 2, "adascale": 2, "adascale-sqrt": 2**0.5})
 
 

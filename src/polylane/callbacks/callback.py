@@ -45,7 +45,8 @@ class TrainingStatus:
 class Callback:
     """Base of callbacks: a subclass overrides the methods that it needs.
 
-    All workers that train call them in the same order, with the same values but for times. Exceptions end the training.
+    All workers that train call them in the same order, with the same values but for times, and for what rank 0 alone
+    is told of steps. Exceptions end the training.
     """
 
     def on_train_start(self, status: TrainingStatus) -> None:
@@ -56,7 +57,8 @@ class Callback:
 
         Args:
             status: the training, some steps further.
-            step: what ``metrics.jsonl`` has of the step: its number, loss, samples, seconds, learning rate, ...
+            step: what ``metrics.jsonl`` has of the step: its number, loss, samples, seconds, learning rate, ...; the
+                columns of observed steps on rank 0 alone.
         """
 
     def on_evaluate_end(self, status: TrainingStatus, results: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Metric rules: callbacks that follow a result of the tests: early stopping, and an end at a value; and the best steps.
+"""Metric rules: what follows a result of the tests: early stopping, an end at a value, and which steps were best.
 
 A rule is a line such as ``accuracy:max:3``: a result's name, whether larger or smaller is better, and a number.
 """

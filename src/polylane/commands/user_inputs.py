@@ -367,7 +367,7 @@ def whole_batches(recipe: Recipe, size: int, count: int, seed: int) -> list[Any]
         PolylaneError: there are no samples, or they do not make a batch.
     """
     from polylane.runtime.data.loader import begin_epoch
-    from polylane.runtime.data.sample_order import draw_order, sample_order
+    from polylane.runtime.data.sample_order import order_by_sampler, sample_order
 
     dataset = open_data(recipe, "train")
     batches: list[Any] = []
@@ -377,7 +377,7 @@ def whole_batches(recipe: Recipe, size: int, count: int, seed: int) -> list[Any]
         begin_epoch(dataset, epoch)
         order: Callable[[int], list[int]] = functools.partial(sample_order, epoch=epoch, seed=seed)
         if recipe.sampler is not None:
-            drawn_order = draw_order(recipe.sampler, dataset, epoch, seed)
+            drawn_order = order_by_sampler(recipe.sampler, dataset, epoch, seed)
             order = functools.partial(_take, drawn_order)
         samples = _first_samples(recipe, dataset, size * (count - len(batches)), order)
         # Without samples collate_samples raises its own message.

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from polylane.efficiency.batch_rules import adascale_gain, learning_goodput, statistical_efficiency
 from polylane.efficiency.noise_window import NoiseScale
 
+# Fewest steps of an epoch with a batch that is chosen: with fewer a batch is most of the data, whose noise scale says
+# little of other data, and an epoch is hardly a training.
+FEWEST_EPOCH_STEPS = 4
+
 
 @dataclass(frozen=True)
 class BatchOption:

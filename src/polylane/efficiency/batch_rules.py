@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-RateRule = Literal["linear", "sqrt", "adascale", "adascale-sqrt"]
+ScalingRule = Literal["linear", "sqrt", "adascale", "adascale-sqrt"]
 
 
 def statistical_efficiency(noise: float, batch: float, base: float) -> float:
@@ -35,7 +35,7 @@ def adascale_gain(noise: float, batch: float, base: float) -> float:
     return statistical_efficiency(noise, batch, base) * batch / base
 
 
-def learning_rate_factor(rule: RateRule, noise: float, batch: float, base: float) -> float:
+def learning_rate_factor(rule: ScalingRule, noise: float, batch: float, base: float) -> float:
     """Return by what factor the learning rate follows the batch.
 
     Args:

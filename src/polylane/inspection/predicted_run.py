@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -39,7 +39,7 @@ from polylane.samples.split_dependence import describe_split_dependence
 LONGEST_SECONDS = 5.0
 SLOW_FLOPS = 1e10  # of a slow core, in one second
 RUNS_TIMED = 24  # forward passes' worth of work that timing an operator takes
-WORTH = 0.03  # relative change of a step's time that is worth a sentence
+WORTH = 0.03  # part by which a plan must be faster to be worth a sentence
 
 
 def predict_run(problem: TrainingProblem, compiled: CompiledTraining, command: Sequence[str]) -> dict[str, Any]:
@@ -74,8 +74,8 @@ def _predict(costs: _RunCosts) -> dict[str, Any]:
     prediction, alone = costs.predict_plan(plan, compiled.main_partition), costs.predict_alone()
     has_lanes = len(prediction.lanes) == prediction.plan.workers
     return {
-        "timeline": _titled(prediction.timeline, "predicted", plan).to_dict() if has_lanes else None,
-        "theory": None if theory is None or plan.workers > LANES else _titled(theory, "theory", plan).to_dict(),
+        "timeline": _add_title(prediction.timeline, "predicted", plan).to_dict() if has_lanes else None,
+        "theory": None if theory is None or plan.workers > LANES else _add_title(theory, "theory", plan).to_dict(),
         "memory": [priced[stage].peak_memory(stage).total for stage in _first_stages(plan)],
         "step_seconds": prediction.seconds,
         "one_device_seconds": None if alone is None else alone.seconds,
@@ -83,7 +83,7 @@ def _predict(costs: _RunCosts) -> dict[str, Any]:
     }
 
 
-def _titled(timeline: Timeline, title: str, plan: Plan) -> Timeline:
+def _add_title(timeline: Timeline, title: str, plan: Plan) -> Timeline:
     return replace(timeline.from_zero(), title=title, notes={**timeline.notes, "plan": plan.spec})
 
 
@@ -147,6 +147,7 @@ class _RunCosts:
 
     problem: TrainingProblem
     compiled: CompiledTraining
+    _cost_models: dict[tuple[TrainingOptions, int], CostModel] = field(default_factory=dict)
 
     @cached_property
     def seconds(self) -> tuple[Both, ...]:
@@ -166,23 +167,19 @@ class _RunCosts:
         nodes = {node.name: (pair,) for node, pair in zip(graph.nodes, seconds, strict=True)}
         return self.problem.captured(graph, profile=Profile((graph.samples,), nodes, (total,)))
 
-    @cached_property
-    def _bases(self) -> dict[tuple[TrainingOptions, int], CostModel]:
-        return {}
-
-    def basis(self, plan: Plan, workers: int) -> CostModel:
+    def find_cost_model(self, plan: Plan, workers: int) -> CostModel:
         """Return the cost model of a plan's options on this machine."""
         key = TrainingOptions.of(plan), workers
-        if key not in self._bases:
+        if key not in self._cost_models:
             device = next((parameter.device.type for parameter in self.problem.model.parameters()), "cpu")
             cluster = running_cluster(workers, "cuda" if device == "cuda" else "cpu")
-            self._bases[key] = build_cost_model(self._captured, cluster, key[0])
-        return self._bases[key]
+            self._cost_models[key] = build_cost_model(self._captured, cluster, key[0])
+        return self._cost_models[key]
 
     def predict_plan(self, plan: Plan, partition: Partition) -> Prediction:
         """Return the prediction of a plan, with a lane for every worker where these are not too many."""
-        basis = fit_to_meshes(self.basis(plan, plan.workers), partition, plan, self.problem.samples)
-        return predict(basis, partition, plan, self.problem.samples, every=True)
+        cost_model = fit_to_meshes(self.find_cost_model(plan, plan.workers), partition, plan, self.problem.samples)
+        return predict(cost_model, partition, plan, self.problem.samples, every=True)
 
     def predict_line(self, line: str) -> Prediction:
         """Return the prediction of a plan given by a line.
@@ -191,10 +188,10 @@ class _RunCosts:
             PolylaneError: the model does not take the plan.
         """
         spec = parse(line)
-        basis = self.basis(self.compiled.plan, spec.processes)
-        partition, plan = fit_plan(basis, spec, self.problem.samples)
-        basis = fit_to_meshes(self.basis(plan, plan.workers), partition, plan, self.problem.samples)
-        return predict(basis, partition, plan, self.problem.samples)
+        cost_model = self.find_cost_model(self.compiled.plan, spec.processes)
+        partition, plan = fit_plan(cost_model, spec, self.problem.samples)
+        cost_model = fit_to_meshes(self.find_cost_model(plan, plan.workers), partition, plan, self.problem.samples)
+        return predict(cost_model, partition, plan, self.problem.samples)
 
     def predict_alone(self) -> Prediction | None:
         """Return the prediction of one worker that has the whole batch; None where that cannot be told."""
@@ -236,11 +233,11 @@ def _neighbours(costs: _RunCosts, plan: Plan) -> Iterator[tuple[str, str]]:
     for factor, words in ((2, "twice as many microbatches"), (4, "four times as many microbatches")):
         if plan.microbatches * factor <= limit:
             count = plan.microbatches * factor
-            yield f"{words} ({count})", _line({**base, "microbatches": str(count)})
+            yield f"{words} ({count})", _format_line({**base, "microbatches": str(count)})
     for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v"):
         if schedule != base.get("schedule", "1f1b"):
-            yield f"schedule={schedule}", _line({**base, "schedule": schedule})
+            yield f"schedule={schedule}", _format_line({**base, "schedule": schedule})
 
 
-def _line(keys: dict[str, str]) -> str:
+def _format_line(keys: dict[str, str]) -> str:
     return ",".join(f"{key}={value}" for key, value in keys.items())

@@ -49,9 +49,9 @@ class WandbLogger:
 
     def begin(self, run: RunFacts) -> None:
         """Open a run, or the same one again where it is resumed."""
-        number = keep_identity(run, "wandb", lambda: secrets.token_hex(8))
+        identity = keep_identity(run, "wandb", lambda: secrets.token_hex(8))
         self._run = self._wandb.init(
-            id=number,
+            id=identity,
             name=run.name,
             dir=str(run.folder),
             resume="allow",
@@ -77,9 +77,9 @@ class MlflowLogger:
 
     def begin(self, run: RunFacts) -> None:
         """Open a run, or the same one again where it is resumed."""
-        number = keep_identity(run, "mlflow", lambda: str(self._mlflow.start_run(run_name=run.name).info.run_id))
+        identity = keep_identity(run, "mlflow", lambda: str(self._mlflow.start_run(run_name=run.name).info.run_id))
         if self._mlflow.active_run() is None:
-            self._mlflow.start_run(run_id=number)
+            self._mlflow.start_run(run_id=identity)
         self._mlflow.set_tags({"plan": run.plan, "workers": run.workers, **run.options})
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -99,12 +99,12 @@ LIBRARIES: dict[str, Callable[[], Logger]] = {
 
 
 def keep_identity(run: RunFacts, library: str, create: Callable[[], str]) -> str:
-    """Return by which name a library knows a run: a resumed run keeps the one that its folder has.
+    """Return the id by which a library knows a run: a resumed run keeps the one that its folder has.
 
     Args:
         run: what begins, or goes on, in its folder.
         library: name of the library.
-        create: returns a new name.
+        create: returns the id of a new run, which it may begin for that.
     """
     file = run.folder / f".{library}-id"
     if run.resumed_at is not None and file.exists():

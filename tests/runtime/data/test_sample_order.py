@@ -11,7 +11,7 @@ from torch.utils.data import RandomSampler, WeightedRandomSampler
 
 from polylane.errors import PolylaneError
 from polylane.runtime.data.loader import load_batches, share_of_all
-from polylane.runtime.data.sample_order import LengthSampler, draw_order
+from polylane.runtime.data.sample_order import LengthSampler, order_by_sampler
 from polylane.runtime.job import Job
 from tests.support.workers.training import mlp, workers
 
@@ -34,12 +34,16 @@ def with_own_generator(dataset: Any) -> Any:
 @pytest.mark.parametrize("sampler", [weighted, with_own_generator])
 def test_an_order_depends_on_seed_and_epoch_alone(sampler: Any) -> None:
     dataset, state = numbers(), torch.random.get_rng_state()
-    order = draw_order(sampler, dataset, epoch=1, seed=5)
+    order = order_by_sampler(sampler, dataset, epoch=1, seed=5)
     torch.manual_seed(99)
-    assert draw_order(sampler, dataset, epoch=1, seed=5) == order and len(order) == 24
-    assert draw_order(sampler, dataset, epoch=2, seed=5) != order != draw_order(sampler, dataset, epoch=1, seed=6)
+    assert order_by_sampler(sampler, dataset, epoch=1, seed=5) == order and len(order) == 24
+    assert (
+        order_by_sampler(sampler, dataset, epoch=2, seed=5)
+        != order
+        != order_by_sampler(sampler, dataset, epoch=1, seed=6)
+    )
     torch.random.set_rng_state(state)
-    draw_order(sampler, dataset, epoch=1, seed=5)
+    order_by_sampler(sampler, dataset, epoch=1, seed=5)
     assert torch.equal(torch.random.get_rng_state(), state)  # the user's generator is where it was
 
 
@@ -51,7 +55,7 @@ def test_a_sampler_is_told_the_epoch() -> None:
         def __iter__(self) -> Any:
             return iter(range(self.epoch + 1))
 
-    assert draw_order(lambda dataset: Curriculum(), numbers(), epoch=3, seed=0) == [0, 1, 2, 3]
+    assert order_by_sampler(lambda dataset: Curriculum(), numbers(), epoch=3, seed=0) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,7 @@ def test_a_sampler_is_told_the_epoch() -> None:
 )
 def test_what_is_no_order_is_refused(series: Any, message: str) -> None:
     with pytest.raises(PolylaneError, match=message):
-        draw_order(lambda dataset: series, numbers(), epoch=0, seed=0)
+        order_by_sampler(lambda dataset: series, numbers(), epoch=0, seed=0)
 
 
 def test_samples_of_similar_lengths_are_together() -> None:

@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from polylane.commands import planning, printing
 from polylane.commands import user_inputs as inputs
 from polylane.commands.learning.advise_request import AdviseRequest
 from polylane.commands.learning.finished_steps import FinishedSteps, RunOptions, read_options, read_steps
 from polylane.commands.requests import PlanRequest
-from polylane.efficiency.batch_choice import BatchOption, RatedBatch, choose_batch, list_batches, rate_batches
-from polylane.efficiency.batch_rules import RateRule, learning_rate_factor
+from polylane.efficiency.batch_choice import (
+    FEWEST_EPOCH_STEPS,
+    BatchOption,
+    RatedBatch,
+    choose_batch,
+    list_batches,
+    rate_batches,
+)
+from polylane.efficiency.batch_rules import ScalingRule, learning_rate_factor
 from polylane.errors import PolylaneError, format_plural
 from polylane.plan.spec import shorten_plan
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
     from polylane.planner.problem import CapturedProblem
-
-# With more batches than that in an epoch a batch is far from all data, and epochs are what they are meant to be.
-FEWEST_STEPS = 4
 
 
 @planning.gc_disabled()
@@ -81,7 +85,7 @@ def _find_options(request: AdviseRequest, run: RunOptions, base: int) -> list[Ba
     from polylane.cluster.spec import load_or_parse
     from polylane.planner.find_plans import find_plans
 
-    largest = run.population // FEWEST_STEPS if run.population else base * 32
+    largest = run.population // FEWEST_EPOCH_STEPS if run.population else base * 32
     batches = sorted(request.batches) or list_batches(base, max(largest, base))
     cluster = None if request.cluster is None else load_or_parse(request.cluster)
     cluster, problem = _capture(request, run, cluster, base)
@@ -154,11 +158,8 @@ def _capture(
 
 
 def _to_dict(row: RatedBatch, scale: float, base: int) -> dict[str, Any]:
-    rates = {str(rule): learning_rate_factor(rule, scale, row.option.batch, base) for rule in _RULES}
+    rates = {str(rule): learning_rate_factor(rule, scale, row.option.batch, base) for rule in get_args(ScalingRule)}
     return {**asdict(row.option), **{k: v for k, v in asdict(row).items() if k != "option"}, "learning_rate": rates}
-
-
-_RULES: tuple[RateRule, ...] = ("linear", "sqrt", "adascale", "adascale-sqrt")
 
 
 def _show(ranked: Sequence[RatedBatch], scale: float, base: int) -> None:

@@ -7,16 +7,15 @@ from typing import Any
 
 from polylane.commands.learning.growing_batch import BatchChange, GrowingBatch
 from polylane.commands.learning_rates import LearningRateOptions
+from polylane.efficiency.batch_choice import FEWEST_EPOCH_STEPS
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
 from polylane.runtime.checkpoint.save import Position
 from polylane.runtime.job import Job
 from polylane.runtime.telemetry.noise_log import NoiseLog
 from polylane.runtime.telemetry.noise_reading import NoiseReading
+from polylane.runtime.telemetry.preconditioner import divides_gradients
 from polylane.runtime.training_role import TrainingRole
-
-# With fewer steps an epoch a batch is most of the data, whose noise scale says little of other data.
-FEWEST_STEPS = 4
 
 
 class BatchFollower:
@@ -40,9 +39,9 @@ class BatchFollower:
     ) -> None:
         self._job, self._noise, self._tell, self._population = job, noise, tell, population
         self._reading: NoiseReading | None = None
-        limit = max(population // FEWEST_STEPS, rates.batch)
+        limit = max(population // FEWEST_EPOCH_STEPS, rates.batch)
         optimizers = job.optimizer if isinstance(job.optimizer, list) else [job.optimizer]
-        divides = all("betas" in group and "eps" in group for o in optimizers for group in o.param_groups)
+        divides = all(map(divides_gradients, optimizers))
         largest = min(rates.largest_batch or limit, limit)
         self._growing = GrowingBatch(rates.batch, largest, "adascale-sqrt" if divides else "adascale")
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polylane.efficiency.batch_rules import RateRule, learning_goodput, learning_rate_factor
+from polylane.efficiency.batch_rules import ScalingRule, learning_goodput, learning_rate_factor
 from polylane.efficiency.noise_window import NoiseScale
 
 # Measured steps from one decision to the next: enough for a median, and for the noise scale of other weights.
@@ -64,7 +64,7 @@ class GrowingBatch:
         batch: number of samples of a step at present.
     """
 
-    def __init__(self, base: int, largest: int, rule: RateRule) -> None:
+    def __init__(self, base: int, largest: int, rule: ScalingRule) -> None:
         self._base, self._largest, self._rule = base, max(largest, base), rule
         self.batch, self._factor = base, 1.0
         self._seconds: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT_TIMES))

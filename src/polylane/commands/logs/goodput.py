@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polylane.diagnosis.page_layout import Phase
+from polylane.observe.stretches import TimeState
 
 if TYPE_CHECKING:
     from polylane.runtime.progress_page import Progress
 
 TELL_SECONDS = 5.0  # between two messages about time
 
-# Shares of a step's time that are told apart, as step_columns.py names them.
-SHARES = ("computing", "moving", "waiting", "bubble", "communicating")
+# Shares of a step's time that are told apart; on accelerators "communicating" in place of moving and waiting.
+SHARES = (*map(str, TimeState), "communicating")
 
 # What rank 0 does between its steps; the parts of a step are told apart by shares of observed ones.
 TRAINING = "training"
@@ -42,7 +43,7 @@ CAUSES = {
     Phase.SCRIPT: "script",
 }
 
-USEFUL = "computing"
+USEFUL = str(TimeState.COMPUTING)
 STOPPED = "stopped"  # between two attempts
 REDONE = "redone steps"
 START, FIRST_STEP, OVERHEAD, OTHER = "start", "first step", "overhead", "other"

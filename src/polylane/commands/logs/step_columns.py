@@ -16,12 +16,13 @@ from torch import Tensor
 
 from polylane.commands.logs.kept_steps import LoggedStep
 from polylane.graph.graph import Graph
+from polylane.observe.stretches import TimeState
 from polylane.observe.time_account import account_time
 from polylane.plan.plan import Plan
 from polylane.runtime.telemetry.worker_facts import WorkerFacts
 
 # Shares of the time of all workers in a step; what each means is told in polylane.observe.time_account.
-SHARES = ("computing", "moving", "waiting", "bubble")
+SHARES = tuple(map(str, TimeState))
 
 
 class StepColumns:

@@ -59,7 +59,7 @@ class BestCheckpoints:
 
         def write() -> None:
             facts = self._describe()
-            # Not every worker knows all losses.
+            # With servers a worker knows the losses of its own replica alone: all save, or none does.
             if all(self._saver.advance(facts is not None)) and facts is not None:
                 self._job.begin_checkpoint(self._saver, {**facts, "callbacks": state})
 

@@ -15,7 +15,7 @@ from polylane.errors import PolylaneError, format_plural
 from polylane.graph.batch import flatten, sample_count
 from polylane.runtime.data.read_trial import ReadTrials
 from polylane.runtime.data.sample_errors import RAISED, explain_batch, misfit_error, sample_error
-from polylane.runtime.data.sample_order import SamplerFactory, order_samples, refuse_endless
+from polylane.runtime.data.sample_order import SamplerFactory, choose_order, refuse_endless
 from polylane.runtime.data.seeded_draws import SeededDataset, SeededStream
 from polylane.runtime.data.stream_state import StreamState
 from polylane.runtime.workers.forked_child import end_forked_children
@@ -53,7 +53,7 @@ def load_batches(
         epoch: number of the epoch from 0; with ``seed`` it decides the order, and all numbers that the dataset draws.
         seed: of the training, equal on every worker.
         shuffle: whether a map-style dataset is permuted; iterable ones always keep their own order.
-        sampler: makes the order of a map-style dataset's samples, see :func:`draw_order`; None: as ``shuffle`` says.
+        sampler: makes the order of a map-style dataset, see :func:`order_by_sampler`; None: as ``shuffle`` says.
         drop_last: leave out a last batch that is shorter than ``batch_size``.
         collate: turns a list of samples into a batch; default: torch's ``default_collate``.
         workers, prefetch: processes that load ahead, and batches of each, as of torch's DataLoader; map-style only.
@@ -71,7 +71,7 @@ def load_batches(
     begin_epoch(dataset, epoch)
     shares = share_of_all if whole else shares
     if is_mapped(dataset):
-        order, draws = order_samples(dataset, sampler, shuffle, (seed, epoch)), (seed, epoch)
+        order, draws = choose_order(dataset, sampler, shuffle, epoch, seed), (seed, epoch)
         if not (batches := _divide_order(order, batch_size, drop_last, skip)):
             return
         if trials is not None:

@@ -46,7 +46,7 @@ def refuse_endless(samples: int) -> None:
         )
 
 
-def draw_order(sampler: SamplerFactory, dataset: Any, epoch: int, seed: int) -> list[int]:
+def order_by_sampler(sampler: SamplerFactory, dataset: Any, epoch: int, seed: int) -> list[int]:
     """Return the indices that a sampler gives in an epoch, a function of seed and epoch alone.
 
     The sampler is made anew for each epoch, while all global generators are seeded; one that has a generator of its
@@ -81,26 +81,26 @@ def draw_order(sampler: SamplerFactory, dataset: Any, epoch: int, seed: int) -> 
     return order
 
 
-def order_samples(dataset: Any, sampler: SamplerFactory | None, shuffle: bool, draws: tuple[int, int]) -> list[int]:
+def choose_order(dataset: Any, sampler: SamplerFactory | None, shuffle: bool, epoch: int, seed: int) -> list[int]:
     """Return the order of an epoch: that of a sampler, shuffled, or as the dataset is.
 
     Args:
         dataset: map-style, so that its samples have indices.
-        sampler: the user's function, see :func:`draw_order`; None: there is none.
+        sampler: the user's function, see :func:`order_by_sampler`; None: there is none.
         shuffle: whether the order is a permutation; else it is the dataset's.
-        draws: seed of the training, and number of the epoch from 0.
+        epoch: number of the epoch, from 0.
+        seed: of the training, equal on every worker.
     """
-    seed, epoch = draws
     if sampler is not None:
-        return draw_order(sampler, dataset, epoch, seed)
+        return order_by_sampler(sampler, dataset, epoch, seed)
     return sample_order(len(dataset), epoch, seed) if shuffle else [*range(len(dataset))]
 
 
 class LengthSampler(Sampler[int]):
     """Samples of similar lengths after each other, so that little of a batch is padding; else in random order.
 
-    All samples are shuffled, cut into pools of fifty batches, and each pool is sorted; its batches are shuffled. The
-    first batch has the longest sample, so that a lack of memory shows at once.
+    All samples are shuffled, cut into pools of fifty batches, and each pool is sorted; then all batches are shuffled.
+    Of the whole batches the first has the longest sample, so that a lack of memory shows at once.
 
     Args:
         lengths: of every sample of the dataset, in any unit.
@@ -133,4 +133,4 @@ class LengthSampler(Sampler[int]):
 
 def count_samples(dataset: Sized, sampler: SamplerFactory | None, seed: int) -> int:
     """Return the number of samples of an epoch: the dataset's, or as many as the sampler gives in the first one."""
-    return len(dataset) if sampler is None else len(draw_order(sampler, dataset, 0, seed))
+    return len(dataset) if sampler is None else len(order_by_sampler(sampler, dataset, 0, seed))

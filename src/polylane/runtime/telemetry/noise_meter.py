@@ -18,7 +18,7 @@ from polylane.runtime.telemetry.noise_reading import NoiseReading
 from polylane.runtime.telemetry.observed_steps import LONGEST_PERIOD, ObservedSteps
 from polylane.runtime.telemetry.part_layout import couples_replicas, find_partial_sums, lay_out_parts, why_not_measured
 from polylane.runtime.telemetry.part_squares import PartSquares, divide, norm
-from polylane.runtime.telemetry.preconditioner import AdamPreconditioner
+from polylane.runtime.telemetry.preconditioner import AdamPreconditioner, divides_gradients
 
 # Part of all steps' time that measuring may cost.
 BUDGET = 0.02
@@ -97,8 +97,10 @@ class NoiseMeter:
         with squares.measuring():
             executor.measure_pass = squares.measuring_pass
             self._cost = time.perf_counter() - began
-            yield
-            executor.measure_pass = None
+            try:
+                yield
+            finally:
+                executor.measure_pass = None
 
     def _build_squares(self, executor: Executor, update: ObjectiveUpdate) -> PartSquares:
         program = executor.program
@@ -110,10 +112,11 @@ class NoiseMeter:
         )
         speaks_for, is_first = self._local_model.shard_spec.speaks_for, self._replica == 0 or not layout.is_joint
         counted = frozenset(name for name in update.full_parameters if is_first and speaks_for(name))
-        preconditioner = AdamPreconditioner(
-            update.optimizer, update.local_parameters, update.full_parameters, update.sums
-        )
-        if preconditioner.is_of_adam:
+        preconditioner: AdamPreconditioner | None = None
+        if divides_gradients(update.optimizer):
+            preconditioner = AdamPreconditioner(
+                update.optimizer, update.local_parameters, update.full_parameters, update.sums
+            )
             preconditioner.begin_step()
         return PartSquares(
             layout,
@@ -123,7 +126,7 @@ class NoiseMeter:
             sums,
             self._local_model.transport,
             self._device,
-            preconditioner if preconditioner.is_of_adam else None,
+            preconditioner,
         )
 
     def note_sums(self, update: ObjectiveUpdate, state: StepState) -> None:

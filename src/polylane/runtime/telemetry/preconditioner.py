@@ -22,6 +22,12 @@ from polylane.runtime.parameters.optimizer import SumOverMesh
 FEWEST_STEPS = 5
 
 
+def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's groups are those of Adam, of its variants, or of an optimizer built like it."""
+    groups = optimizer.param_groups
+    return bool(groups) and all("betas" in group and "eps" in group for group in groups)
+
+
 class AdamPreconditioner:
     """Returns by what an optimizer divides the gradients of a parameter.
 
@@ -45,12 +51,6 @@ class AdamPreconditioner:
         self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         self._divisors: dict[str, Tensor] = {}
         self._sums, self._means = sums, dict[str, Tensor]()
-
-    @property
-    def is_of_adam(self) -> bool:
-        """Whether the optimizer's groups are those of Adam, of its variants, or of an optimizer built like it."""
-        groups = self._optimizer.param_groups
-        return bool(groups) and all("betas" in group and "eps" in group for group in groups)
 
     def begin_step(self) -> None:
         """Learn the mean second moments of whole parameters; collective over the workers of a replica."""

@@ -120,8 +120,7 @@ class Telemetry:
     def _peak_bytes(self) -> int:
         if self._device.type != "cpu":
             return torch.accelerator.max_memory_allocated(self._device)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak * (1 if sys.platform == "darwin" else 1024) - self._base
+        return peak_resident_bytes() - self._base
 
 
 class StepsInFlight:
@@ -157,5 +156,10 @@ def resident_bytes() -> int:
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak * (1 if sys.platform == "darwin" else 1024)
+        return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Return the most resident memory that this process has had, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024)
