@@ -23,7 +23,7 @@ from polylane.errors import PolylaneError
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan_file import dump, load
 from polylane.recipe import Mean
-from polylane.runtime.data import loader as data
+from polylane.runtime.data.sample_order import sample_order
 from polylane.runtime.job import Job
 from polylane.runtime.workers.world import World
 from polylane.schedule.action import ActionKind
@@ -186,7 +186,7 @@ def test_whole_batches_and_the_jobs_own_are_the_same(plan: str) -> None:
     def whole(job: Job) -> Any:
         losses = []
         for epoch in range(2):
-            order = data.sample_order(19, epoch, 0)
+            order = sample_order(19, epoch, 0)
             for start in range(0, 19, 7):
                 chosen = order[start : start + 7]
                 losses.append(job.step((inputs[chosen], labels[chosen])).loss)
