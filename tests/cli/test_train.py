@@ -246,7 +246,7 @@ def test_a_batch_that_follows_the_noise(folder: Path) -> None:
         step["batch"] for step in map(json.loads, (folder / "run/grown/metrics.jsonl").open()) if "batch" in step
     ]
     sizes = {change["step"]: change["size"] for change in changes}
-    assert all(
+    assert changes and all(
         steps[step]["samples"] in (size, 240 - sum(s["samples"] for s in steps[:step]) % 240)
         for step, size in sizes.items()
     )

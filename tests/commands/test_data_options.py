@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import IterableDataset
 from typer.testing import CliRunner
 
 from polylane.cli import app
 from polylane.commands import train
 from polylane.commands.requests import TrainRequest
+from polylane.commands.running.option_groups import DataOptions
+from polylane.commands.running.recipe_data import limit_batches
 from tests.cli.tiny_recipe import execute
 
 RECIPE = """
@@ -131,3 +135,20 @@ def test_a_step_that_grows_has_several_batches_at_first_and_at_most(
     result = CliRunner().invoke(app, ["train", "any.py", "--batch", text, "--accumulate", "4"])
     assert result.exit_code == 0, result.output
     assert (requests[0].rates.batch, requests[0].rates.largest_batch) == sizes
+
+
+class Stream(IterableDataset[int]):
+    """Numbers from 0 on, anew in each epoch."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+
+@pytest.mark.parametrize(("batches", "expected"), [(1, 8), (2, 16), (9, 20)])
+def test_the_first_batches_are_those_of_any_kind_of_data(batches: int, expected: int) -> None:
+    request = SimpleNamespace(data=DataOptions(overfit_batches=batches), batch=8)
+    for data in (list(range(20)), Stream()):
+        limited = limit_batches(data, request)  # type: ignore[arg-type]
+        assert [list(limited), list(limited)] == [list(range(expected))] * 2  # in each epoch
+    assert list(limit_batches(iter(range(20)), request)) == list(range(expected))  # type: ignore[arg-type]
+    assert limit_batches(data, SimpleNamespace(data=DataOptions(), batch=8)) is data  # type: ignore[arg-type]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from polylane.commands.learning.batch_follower import check_growth
 from polylane.commands.learning.growing_batch import PERIOD, BatchChange, GrowingBatch, fit_step_seconds
-from polylane.commands.learning_rates import parse_batch
+from polylane.commands.learning_rates import LearningRateOptions, NoiseMode, parse_batch
 from polylane.efficiency.batch_rules import learning_rate_factor
 from polylane.efficiency.noise_window import NoiseScale
 from polylane.errors import PolylaneError
+from polylane.plan.spec import parse
 
 
 def scale_of(noise: float) -> NoiseScale:
@@ -83,3 +88,23 @@ def test_the_option(text: str, sizes: tuple[int, int | None]) -> None:
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(PolylaneError, match="--batch"):
         parse_batch(text)
+
+
+@pytest.mark.parametrize(
+    ("plan", "population", "noise", "reason"),
+    [
+        ("data=2", None, "auto", "needs data with a length and no sampler"),
+        ("data=2", 64, "off", "leave out --noise off"),
+        ("data=2,servers=1", 64, "on", "leave out servers= and every="),
+        ("data=2,every=4", 64, "on", "leave out servers= and every="),
+        ("data=2,pipeline=2,microbatches=2", 64, "auto", None),
+    ],
+)
+def test_a_batch_that_may_not_grow_is_refused(
+    plan: str, population: int | None, noise: NoiseMode, reason: str | None
+) -> None:
+    rates = LearningRateOptions(8, noise=noise, largest_batch=0)
+    spec: Any = parse(plan)  # has of a plan what is asked
+    check_growth(replace(rates, largest_batch=None), spec, population)  # a fixed batch is never refused
+    with nullcontext() if reason is None else pytest.raises(PolylaneError, match=reason):
+        check_growth(rates, spec, population)

@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ def test_a_thinned_curve_keeps_its_ends_and_its_highest_and_lowest(values: list[
     assert len(kept) <= max(limit, 4) and steps == sorted(set(steps))
     assert (kept[0], kept[-1], min(kept), max(kept)) == (values[0], values[-1], min(values), max(values))
     assert all(values[int(step)] == value for step, value in zip(steps, kept, strict=True))
+
+
+@given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6)), min_size=1, max_size=300), st.integers(1, 40))
+def test_means_of_neighbouring_rows_leave_out_none(values: list[tuple[float, float]], limit: int) -> None:
+    rows = [(float(step), row) for step, row in enumerate(values)]
+    means = curves.average(rows, limit)
+    assert len(means) == min(limit, len(rows)) and means[-1][0] == rows[-1][0]
+    counts = [end - start for start, end in pairwise([-1.0, *(step for step, _ in means)])]
+    for column in (0, 1):
+        total = sum(count * row[column] for count, (_, row) in zip(counts, means, strict=True))
+        assert total == pytest.approx(sum(row[column] for row in values), rel=1e-9, abs=1e-3)
 
 
 def test_every_word_of_the_users_is_data(tmp_path: Path) -> None:
