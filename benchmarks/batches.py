@@ -166,7 +166,7 @@ def train(name: str, batch: int, noise: float | None, seed: int, grows: bool = F
         for rows in endless(job, data, growing):
             result = job.step(rows)
             losses.append((result.samples, result.loss))
-            log.describe(result)
+            log.add(result)
             steps[result.samples] = steps.get(result.samples, 0) + 1
             samples += result.samples
             while sum(count for count, _ in losses) - losses[0][0] >= WINDOW:

@@ -51,7 +51,7 @@ def measure(example: str, plan: str, blocks: int) -> tuple[list[float], list[flo
             for batch in itertools.islice(batches, steps):
                 result = job.step(batch)
                 if context.rank == 0 and earlier is not None:
-                    columns.describe(earlier)
+                    columns.add(earlier)
                 earlier = result
             assert earlier is not None
             _ = earlier.loss

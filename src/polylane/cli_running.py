@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ import typer
 from polylane import cli_options as options
 from polylane.cli_groups import spread_groups
 from polylane.cli_options import ClipNorm, Json, Plan, Recipe, Seed, Set
-from polylane.commands.learning_rates import LearningRateOptions, parse_batch
+from polylane.commands.learning_rates import parse_batch
 from polylane.commands.requests import (
     ExportRequest,
     ReportRequest,
@@ -89,7 +89,7 @@ def train(
     length: dict[str, Any] = {"epochs": epochs, "steps": steps, "drop_last": drop_last, "run_folder": run}
     request = TrainRequest(
         **(shared | split | length | {"fewest_workers": fewest, "on_nan": on_nan}),
-        rates=replace(LearningRateOptions(size, *astuple(learning)), largest_batch=largest),
+        rates=learning.build_rates(size, largest),
         saving=replace(saving, max_restarts=default_restarts(saving.max_restarts, workers)),
         trouble=trouble,
         watch=watch,

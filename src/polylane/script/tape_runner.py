@@ -339,7 +339,7 @@ class TapeRunner:
                 parameter.grad = gradients.get(name)
             raise
         role = self.role
-        role.telemetry.noise.choose(self.noise_mode)
+        role.telemetry.noise.set_mode(self.noise_mode)
         if self._resumed is not None:
             role.continue_whole(self._resumed.plain)
         role.take_gradients(gradients, OBJECTIVE)

@@ -37,26 +37,26 @@ def test_lines_say_what_the_window_says() -> None:
         squares, total = (3.0 + i % 3, 5.0), 2.5 + i % 2
         expected = estimate_noise(squares, (8, 8), total)
         window.add(expected)
-        columns = log.describe(Step(reading(squares, total)))["noise"]
+        columns = log.add(Step(reading(squares, total)))["noise"]
         assert (columns["step_g2"], columns["step_s"]) == pytest.approx((expected.gradient, expected.spread), rel=1e-12)
         assert columns["parts"] == 2 and "adam" not in columns
         assert {name: columns[name] for name in window.measure().to_dict()} == pytest.approx(window.measure().to_dict())
-    assert log.describe(Step(None)) == {} and log.scale.batches == 11
+    assert log.add(Step(None)) == {} and log.scale.batches == 11
 
 
 def test_samples_of_an_epoch_are_drawn_without_replacement() -> None:
     """Of 16 of 16 samples the gradient is exact; and S has the divisor of all samples."""
-    columns = NoiseLog(population=16).describe(Step(reading((3.0, 5.0), 2.5)))["noise"]
-    plain = NoiseLog().describe(Step(reading((3.0, 5.0), 2.5)))["noise"]
+    columns = NoiseLog(population=16).add(Step(reading((3.0, 5.0), 2.5)))["noise"]
+    plain = NoiseLog().add(Step(reading((3.0, 5.0), 2.5)))["noise"]
     assert columns["step_g2"] == 2.5 and plain["step_g2"] == pytest.approx(2.5 - plain["step_s"] / 16)
     assert columns["step_s"] == pytest.approx(population_noise(plain["step_s"], 16))
 
 
 def test_adam_has_a_column_of_its_own() -> None:
     log = NoiseLog()
-    columns = log.describe(Step(reading((3.0, 5.0), 2.5, scaled=40.0)))["noise"]["adam"]
+    columns = log.add(Step(reading((3.0, 5.0), 2.5, scaled=40.0)))["noise"]["adam"]
     assert NoiseEstimate(columns["step_g2"], columns["step_s"]) == estimate_noise((40.0, 40.0), (8, 8), 20.0)
-    log.describe(Step(reading((3.0, 5.0), 2.5, scaled=40.0)))
+    log.add(Step(reading((3.0, 5.0), 2.5, scaled=40.0)))
     assert log.adam_scale.batches == 1
 
 

@@ -21,7 +21,7 @@ SAMPLES = 8
 def columns_of(job: Job) -> list[dict[str, Any]]:
     graph = job.worker._prepared.main_partition.graph  # type: ignore[union-attr]
     columns = StepColumns(job.plan, lambda: graph, 1e9, nullcontext)
-    described = [columns.describe(job.step(batch_of(SAMPLES, step))) for step in range(5)]
+    described = [columns.add(job.step(batch_of(SAMPLES, step))) for step in range(5)]
     return [*(line for line in described if line), columns.means()]
 
 
@@ -64,7 +64,7 @@ def test_tokens_are_whole_numbers_with_several_to_a_sample() -> None:
 def test_what_is_not_known_is_left_out() -> None:
     def describe(job: Job) -> list[str]:
         columns = StepColumns(job.plan, lambda: None, 1e9, nullcontext)
-        line = columns.describe(job.step(batch_of(SAMPLES)))
+        line = columns.add(job.step(batch_of(SAMPLES)))
         return [name for name, value in line.items() if isinstance(value, float) and math.isnan(value)] + list(line)
 
     names = workers(describe, nn.Sequential(*mlp(6, 12, 12, 4)), "pipeline=2,schedule=pipedream")[0]

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from polylane.cli import app
 from polylane.commands.reporting import curves
 from polylane.commands.reporting.page_lanes import MOST_RANKS, count_traffic
+from polylane.commands.reporting.page_verdict import describe_changes, find_verdict, rate_other_batches
 from polylane.commands.reporting.report_page import build_page, write_report
 from polylane.commands.reporting.run_files import read_noise, read_run
-from polylane.commands.reporting.verdict import describe_changes, find_verdict, rate_batches
 from polylane.efficiency.batch_rules import adascale_gain
 from polylane.errors import PolylaneError
 from tests.support.runs import write_run
@@ -190,7 +190,7 @@ def test_changes_are_computed(tmp_path: Path) -> None:
 
 
 def test_batches_are_rated_by_the_noise_scale(tmp_path: Path) -> None:
-    rated = rate_batches(read_run(write_run(tmp_path / "run")))
+    rated = rate_other_batches(read_run(write_run(tmp_path / "run")))
     assert (rated["scale"], rated["batch"]) == (300, 64)
     now = next(row for row in rated["rows"] if row[0] == 64)
     assert now[1:] == [1] * 6

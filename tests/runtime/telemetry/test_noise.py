@@ -342,7 +342,7 @@ def test_a_training_finds_the_closed_form(plan: str) -> None:
         log = NoiseLog()
         job.worker.telemetry.noise.turn_on(every_step=True)  # type: ignore[union-attr]
         for batch in batches:
-            log.describe(job.step(batch))
+            log.add(job.step(batch))
         return log.scale
 
     scales = workers(follow, model, plan, loss=squared_error, optimizer=still, example=batches[0])

@@ -1,4 +1,4 @@
-"""What a run learns of its gradient noise while it trains: the log of it, and batches that grow by it.
+"""What a run learns of its gradient noise: whether it is measured, batches that grow by it, advice on other batches.
 
 Tests: ``tests/commands/learning``.
 """

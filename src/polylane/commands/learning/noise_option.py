@@ -32,7 +32,7 @@ def measure_noise(mode: NoiseMode, job: Job) -> None:
         job: this worker's part in the training, before its first step.
     """
     if isinstance(worker := job.worker, TrainingRole):
-        worker.telemetry.noise.choose(mode)
+        worker.telemetry.noise.set_mode(mode)
 
 
 def _why_not(prepared: CompiledTraining) -> str | None:

@@ -51,8 +51,8 @@ class StepColumns:
         self.stall_seconds: Callable[[], float] = lambda: 0.0
         self._sums, self._waits, self._count = defaultdict[str, float](float), defaultdict[int, float](float), 0
 
-    def describe(self, result: LoggedStep) -> dict[str, Any]:
-        """Return the columns of an observed step; none where it was not observed."""
+    def add(self, result: LoggedStep) -> dict[str, Any]:
+        """Add an observed step to the means, and return its columns; none where it was not observed."""
         if not (facts := result.facts):
             return {}
         with self._timing():

@@ -265,12 +265,12 @@ class StepLog:
         if math.isnan(count):  # a dedicated server has no loss
             return
         self.loss = message["loss"] = result.loss
-        message |= self.noise.describe(result)
+        message |= self.noise.add(result)
         self._sum += total
         self._count += count
         if self.stopped is None and not math.isfinite(self.loss):
             self.stopped, self.bad_loss = (message["step"], message.get("epoch", 0)), self.loss
-        self._tell(message if self.columns is None else message | self.columns.describe(result))
+        self._tell(message if self.columns is None else message | self.columns.add(result))
 
     def epoch_means(self) -> dict[str, float]:
         """Return the mean loss over the samples of the epoch so far, and the duration of its steps."""

@@ -1,1 +1,1 @@
-"""Reports of runs: the page of a run, two runs beside each other, and what was predicted of a run before it began."""
+"""Reports of runs: the page of a run, also while it trains, and two runs beside each other."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from polylane.commands.reporting import curves
 from polylane.commands.reporting.page_lanes import count_traffic, draw_lanes, stages_of
+from polylane.commands.reporting.page_verdict import describe_changes, find_verdict, rate_other_batches
 from polylane.commands.reporting.run_files import RunFiles, read_list, read_mapping, read_noise
-from polylane.commands.reporting.verdict import describe_changes, find_verdict, rate_batches
 from polylane.observe.timeline import Timeline
 from polylane.plan.spec import shorten_plan
 
@@ -55,7 +55,7 @@ def collect_run(run: RunFiles) -> dict[str, Any]:
         "memory": _collect_memory(run),
         "traffic": [] if typical is None else count_traffic(typical),
         "goodput": _collect_goodput(run),
-        "batches": rate_batches(run),
+        "batches": rate_other_batches(run),
         "stages": _find_stages(run),
         "plan_text": run.plan,
         "environment": read_mapping(run.predicted.get("environment")),

@@ -10,7 +10,7 @@ from typing import Literal
 
 from polylane.callbacks.callback import Callback
 from polylane.callbacks.metric_rules import BestSteps, EarlyStopping, MetricRule, StopAtMetric
-from polylane.commands.learning_rates import LargeBatch, NoiseMode, RateRule
+from polylane.commands.learning_rates import LargeBatch, LearningRateOptions, NoiseMode, RateRule
 from polylane.runtime.workers.stop_request import GRACE
 
 OnNan = Literal["stop", "warn"]
@@ -64,7 +64,7 @@ class TroubleOptions:
 
 @dataclass(frozen=True)
 class LearningOptions:
-    """The options for the optimizer, as :class:`.LearningRateOptions` takes them behind the batch.
+    """The options for the optimizer.
 
     Attributes:
         large_batch_optimizer, learning_rate: "lars" or "lamb" in place of the recipe's optimizer, and its rate.
@@ -81,6 +81,28 @@ class LearningOptions:
     warmup: int = 0
     noise: NoiseMode = "auto"
     ema: float | None = None
+
+    def build_rates(self, batch: int, largest_batch: int | None) -> LearningRateOptions:
+        """Return the changes to a recipe's optimizer and rates that the options ask for.
+
+        Args:
+            batch: number of samples of the first steps.
+            largest_batch: number of samples up to which the batch may grow; see :class:`.LearningRateOptions`.
+
+        Raises:
+            PolylaneError: one of two options that go together is missing, or a rate is not positive and finite.
+        """
+        return LearningRateOptions(
+            batch,
+            optimizer=self.large_batch_optimizer,
+            lr=self.learning_rate,
+            rule=self.scale_rate,
+            base_batch=self.base_batch,
+            warmup=self.warmup,
+            noise=self.noise,
+            ema=self.ema,
+            largest_batch=largest_batch,
+        )
 
 
 @dataclass(frozen=True)

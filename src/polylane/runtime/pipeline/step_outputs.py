@@ -39,6 +39,8 @@ class StepOutputs:
 
     Attributes:
         device: device of the whole values.
+        is_whole: whether one worker computes the loss of the whole batch at once.
+        parts: this worker's outputs by number, with the samples of the batch that they are of.
         form: what the outputs are, as the function says that asks for them; None: nobody says.
     """
 
@@ -51,35 +53,25 @@ class StepOutputs:
         transport: Transport,
         device: torch.device,
     ) -> None:
-        self._derive, self._is_whole = derive, is_whole
+        self._derive, self.is_whole = derive, is_whole
         self._transport, self.device = transport, device
-        self._parts: list[tuple[SampleSlice, dict[int, Tensor]]] = [
+        self.parts: list[tuple[SampleSlice, dict[int, Tensor]]] = [
             (state.sample_slices[i], dict(enumerate(outputs))) for i, outputs in state.outputs.items()
         ]
         self._samples, self.form = state.tables.samples, graph.output_form
         results: Any = graph.code.fx.output_node().args[0]
         self._nodes = results[graph.loss_parts :]
 
-    @property
-    def parts(self) -> list[tuple[SampleSlice, dict[int, Tensor]]]:
-        """This worker's outputs by number, with the samples of the batch that they are of."""
-        return self._parts
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether one worker computes the loss of the whole batch at once."""
-        return self._is_whole
-
     def layout(self, index: int) -> BatchLayout:
         """Return how the parts of a batch make up an output, as far as it is proven."""
-        name, derivation = str(self._nodes[index].meta.get("name")), self._derive()
+        name, derivation = self._find_name(index), self._derive()
         if name in derivation.shards:
             return BatchLayout.SHARDED_BY_SAMPLE
         return derivation.batch_layouts.get(name, BatchLayout.UNKNOWN)
 
     def find_sample_cut(self, index: int) -> SampleCut | None:
         """Return where an output has the elements of each sample; None: it has none, or it is not known where."""
-        shard = self._derive().shards.get(str(self._nodes[index].meta.get("name")))
+        shard = self._derive().shards.get(self._find_name(index))
         return None if shard is None else SampleCut.of_shard(shard)
 
     def gather_parts(self, indices: Sequence[int]) -> list[tuple[SampleSlice, list[Tensor]]]:
@@ -88,7 +80,7 @@ class StepOutputs:
         Args:
             indices: numbers of the outputs.
         """
-        rows = [(part.first, part.samples, [outputs[i].cpu() for i in indices]) for part, outputs in self._parts]
+        rows = [(part.first, part.samples, [outputs[i].cpu() for i in indices]) for part, outputs in self.parts]
         gathered = self._transport.all_gather_object(rows) if self._transport.size > 1 else [rows]
         ordered = sorted((row for worker_rows in gathered for row in worker_rows), key=lambda row: int(row[0]))
         return [(SampleSlice(samples, start, self._samples), values) for start, samples, values in ordered]
@@ -107,9 +99,9 @@ class StepOutputs:
         # Sums of bytes and of integers are exact; of each element but one summand is zero, or all are of one value.
         wire = torch.uint8 if dtype == torch.bool else dtype
         result = torch.zeros(tuple(shape), dtype=wire, device=self.device)
-        cut = None if self._is_whole else self._find_cut(index, shape)
-        layout = BatchLayout.SHARDED_BY_SAMPLE if cut else self._layout(index)
-        for part, outputs in self._parts:
+        cut = None if self.is_whole else self._find_whole_cut(index, shape)
+        layout = BatchLayout.SHARDED_BY_SAMPLE if cut else self._require_layout(index)
+        for part, outputs in self.parts:
             value = outputs[index].to(wire)
             if cut is not None:
                 rows = cut.by_sample(result, self._samples).narrow(cut.dim + 1, part.first, part.samples)
@@ -122,19 +114,27 @@ class StepOutputs:
             result = self._transport.all_reduce(result, range(self._transport.size)).wait()
         return result.to(dtype)
 
-    def _layout(self, index: int) -> BatchLayout:
-        if self._is_whole:
+    def _find_name(self, index: int) -> str:
+        return str(self._nodes[index].meta.get("name"))
+
+    def _require_layout(self, index: int) -> BatchLayout:
+        """Return how the parts of a batch make up an output that has no rows of samples.
+
+        Raises:
+            PolylaneError: this is not known.
+        """
+        if self.is_whole:
             return BatchLayout.REPLICATED
-        node = self._nodes[index]
-        layout = self._derive().batch_layouts.get(str(node.meta.get("name")), BatchLayout.UNKNOWN)
+        name = self._find_name(index)
+        layout = self._derive().batch_layouts.get(name, BatchLayout.UNKNOWN)
         if layout in (BatchLayout.UNKNOWN, BatchLayout.SHARDED_BY_SAMPLE):
             raise PolylaneError(
-                f"how the parts of the batch make up {node.meta.get('name')} is not known, so that its value is not "
+                f"how the parts of the batch make up {name} is not known, so that its value is not "
                 "known under this plan: compute it from values that have a row for each sample"
             )
         return layout
 
-    def _find_cut(self, index: int, shape: Sequence[int]) -> SampleCut | None:
+    def _find_whole_cut(self, index: int, shape: Sequence[int]) -> SampleCut | None:
         """Return along which dimension an output has its samples; None: it has none, or not in equal runs."""
         cut = self.find_sample_cut(index)
         return cut if cut is not None and shape[cut.dim] == cut.runs * self._samples * cut.width else None
@@ -142,7 +142,7 @@ class StepOutputs:
     def select(self, index: int | None) -> StepOutputs:
         """Return the same with the memory of one output alone; None: of none."""
         selected = copy.copy(self)
-        selected._parts = [(part, {} if index is None else {index: outputs[index]}) for part, outputs in self._parts]
+        selected.parts = [(part, {} if index is None else {index: outputs[index]}) for part, outputs in self.parts]
         return selected
 
 

@@ -49,7 +49,7 @@ class NoiseLog:
         adam_scale = self.adam_scale
         return adam_scale if adam_scale.batches else self.scale
 
-    def describe(self, step: MeasuredStep) -> dict[str, Any]:
+    def add(self, step: MeasuredStep) -> dict[str, Any]:
         """Add a step, and return the object ``noise`` of its line in metrics.jsonl; empty if it was not measured.
 
         Args:

@@ -67,7 +67,7 @@ class NoiseMeter:
             raise PolylaneError(f"the gradient noise cannot be measured here: {reason}")
         self.is_on, self._steps = True, ObservedSteps(BUDGET, 1 if every_step else LONGEST_PERIOD)
 
-    def choose(self, mode: str) -> None:
+    def set_mode(self, mode: str) -> None:
         """Do as ``--noise`` says; all workers call it between the same two steps.
 
         Args:

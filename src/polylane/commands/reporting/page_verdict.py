@@ -98,7 +98,7 @@ _BETWEEN_STEPS = {
 }
 
 
-def rate_batches(run: RunFiles) -> dict[str, Any]:
+def rate_other_batches(run: RunFiles) -> dict[str, Any]:
     """Return what other batches would bring at the run's last noise scale; empty where that was not measured.
 
     ``rows`` has for each batch: samples, steps for the same progress as one step now, and samples for it, each with
