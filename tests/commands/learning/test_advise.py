@@ -51,7 +51,7 @@ def advise(*arguments: object) -> dict[str, Any]:
 def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = write_run(tmp_path, 100.0)
     steps = read_steps(run)
-    assert steps.batch == 8 and steps.samples_per_second == 100.0 and steps.learning_rate == 0.1
+    assert steps.batch == 8 and steps.samples_per_second == 100.0
     assert steps.noise.scale == pytest.approx(100, rel=0.2) and steps.noise.batches == 59
     assert steps.deciding_noise is steps.noise
     assert read_options(run).settings == ("width=12",)

@@ -49,14 +49,12 @@ class FinishedSteps:
         samples_per_second: median throughput of the steps with that many samples; 0 where there are none.
         noise: the noise scale, of gradients as they are.
         adam_noise: of gradients as Adam divides them; of no batches with other optimizers.
-        learning_rate: of the latest step; None where none is known.
     """
 
     batch: int
     samples_per_second: float
     noise: NoiseScale
     adam_noise: NoiseScale
-    learning_rate: float | None
 
     @property
     def deciding_noise(self) -> NoiseScale:
@@ -96,7 +94,7 @@ def read_steps(folder: Path) -> FinishedSteps:
     """
     path = _find_file(folder, METRICS)
     plain, adam = NoiseWindow(), NoiseWindow()
-    steps, rate = list[tuple[int, float]](), None
+    steps = list[tuple[int, float]]()
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -107,14 +105,13 @@ def read_steps(folder: Path) -> FinishedSteps:
             if "samples" not in content:
                 continue
             steps.append((int(content["samples"]), float(content["samples_per_second"])))
-            rate = content.get("learning_rate", rate)
             for window, columns in ((plain, content.get("noise")), (adam, (content.get("noise") or {}).get("adam"))):
                 if columns:
                     window.add(NoiseEstimate(float(columns["step_g2"]), float(columns["step_s"])))
     # The last batch of an epoch may be a short one; a batch that grows has its latest size.
     batch = max((samples for samples, _ in steps[-20:]), default=0)
     speeds = [speed for samples, speed in steps[1:] if samples == batch]
-    return FinishedSteps(batch, statistics.median(speeds) if speeds else 0.0, plain.measure(), adam.measure(), rate)
+    return FinishedSteps(batch, statistics.median(speeds) if speeds else 0.0, plain.measure(), adam.measure())
 
 
 def _find_file(folder: Path, name: str) -> Path:
