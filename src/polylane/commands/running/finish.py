@@ -62,7 +62,7 @@ def finish_run(request: TrainRequest, folder: RunFolder, outcome: TrainingOutcom
     write_timelines(folder, outcome, request.recipe)  # also of a run that stopped: it shows where
     raise_if_stopped(folder, outcome)
     if outcome.ended_early:
-        _tell_early_end(request, folder, outcome)
+        _tell_early_end(request, outcome)
         return
     if not outcome.saved:
         hint = "" if folder.kept() is None else f"; what else there is of the run is in {folder.metrics.parent}"
@@ -147,7 +147,7 @@ def _print_outcome(
     print_line(f"{folder.path}/: {', '.join(Path(file).name for file in folder.files().values())}")
 
 
-def _tell_early_end(request: TrainRequest, folder: RunFolder, outcome: TrainingOutcome) -> None:
+def _tell_early_end(request: TrainRequest, outcome: TrainingOutcome) -> None:
     """Say how to go on after a signal.
 
     Raises:
