@@ -168,7 +168,9 @@ Accumulate = Annotated[
 ]
 LoaderWorkers = Annotated[
     int,
-    typer.Option("--loader-workers", metavar="N", min=0, help="Processes of each worker that load batches ahead."),
+    typer.Option(
+        "--loader-workers", metavar="N", min=0, max=256, help="Processes of each worker that load batches ahead."
+    ),
 ]
 Prefetch = Annotated[
     int | None,
@@ -277,7 +279,7 @@ MaxRestarts = Annotated[
     ),
 ]
 EarlyStop = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--early-stop",
         metavar="NAME[:max|min]:N",
@@ -286,13 +288,13 @@ EarlyStop = Annotated[
     ),
 ]
 StopAt = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--stop-at", metavar="NAME[:max|min]:VALUE", help="End once a result of the tests reaches this value."
     ),
 ]
 KeepBest = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--keep-best",
         metavar="NAME[:max|min][:N]",

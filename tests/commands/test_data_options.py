@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 from typer.testing import CliRunner
@@ -54,6 +55,20 @@ def data(split):
 
 def metrics(model, batch):
     return {"accuracy": (model(batch[0]).argmax(1) == batch[1]).double()}
+"""
+
+
+CALLBACKS = """
+import polylane
+
+
+class Ends(polylane.Callback):
+    def on_train_end(self, *_):
+        raise KeyError("x")
+
+
+def callbacks():
+    return [Ends()]
 """
 
 
@@ -107,11 +122,59 @@ def test_one_batch_of_each_split_finds_mistakes(folder: Path) -> None:
         ("--batch 9 --drop-last", "told 5 5"),
         ("--batch 8 --epochs 3 --accumulate 2", "told 9 3"),
         ("--batch 8 --epochs 3 --set total_steps=100", "told 100 6"),
+        ("--batch 8 --epochs 3 --overfit-batches 2", "told 6 2"),
+        ("--batch 8 --epochs 3 --fast-dev-run", "told 1 1"),
     ],
 )
 def test_a_scheduler_is_told_how_many_steps_there_are(folder: Path, options: str, told: str) -> None:
     out, _ = execute(folder, f"train points.py --plan data=1 {options} --run run/told --audit off")
     assert told in out
+
+
+def test_averages_are_gone_on_with_as_averages(folder: Path) -> None:
+    line = "train points.py --plan data=1 --batch 8 --audit off --save-every 3"
+    execute(folder, f"{line} --ema 0.9 --steps 3 --run run/begun")
+    checkpoint = next((folder / "run/begun/checkpoints").iterdir())
+    for option, words in (("", "no --ema"), ("--ema 0.5", "--ema 0.5")):
+        _, err = execute(folder, f"{line} --steps 6 {option} --run run/other --resume {checkpoint}", code=2)
+        assert f"has averages of weights, and this run has {words}: give --ema 0.9" in err
+
+
+def test_tests_have_batches_of_the_size_that_was_asked_for(folder: Path) -> None:
+    masked = "cross_entropy(model(batch[0]), batch[1], ignore_index=1)"  # a mean over what counts of each batch
+    (folder / "masked.py").write_text(RECIPE.replace("cross_entropy(model(batch[0]), batch[1])", masked))
+    execute(folder, "train masked.py --plan data=1 --batch 4 --accumulate 2 --run run/masked --audit off")
+    recipe: dict[str, Any] = {}
+    exec(RECIPE, recipe)
+    model, samples = recipe["model"](), recipe["data"]("test")
+    model.load_state_dict(load_file(folder / "run/masked/model.safetensors"))
+
+    def mean_loss(size: int) -> float:
+        total = 0.0
+        for start in range(0, len(samples), size):
+            inputs, labels = (torch.stack(column) for column in zip(*samples[start : start + size], strict=True))
+            total += F.cross_entropy(model(inputs), labels, ignore_index=1).item() * len(labels)
+        return total / len(samples)
+
+    (tested,) = [line["test_loss"] for line in metrics(folder / "run/masked") if "test_loss" in line]
+    assert tested == pytest.approx(mean_loss(4), rel=1e-12) and abs(tested - mean_loss(8)) > 1e-6
+
+
+def test_an_option_that_is_given_twice_is_refused(folder: Path) -> None:
+    _, err = execute(folder, "train points.py --stop-at accuracy:0.9 --stop-at test_loss:0.1", code=2)
+    assert "--stop-at is given 2 times, and follows one result: give it once" in err
+
+
+def test_a_metric_cannot_have_the_name_of_a_loss(folder: Path) -> None:
+    (folder / "named.py").write_text(RECIPE.replace('"accuracy"', '"test_loss"'))
+    _, err = execute(folder, "train named.py --plan data=1 --run run/named", code=2)
+    assert "test_loss is the name of two values, or of a loss: rename one" in err
+
+
+def test_a_callback_that_fails_at_the_end_loses_no_weights(folder: Path) -> None:
+    (folder / "ends.py").write_text(RECIPE + CALLBACKS)
+    _, err = execute(folder, "train ends.py --plan data=2 --run run/ends --audit off", code=2)
+    assert "on_train_end raised KeyError" in err and (folder / "run/ends/model.safetensors").exists()
 
 
 def test_averages_are_tested_and_saved(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -65,6 +66,11 @@ def test_a_sampler_is_told_the_epoch() -> None:
         ([0, 40], "gave 40, and the dataset's indices are 0 to 39"),
         ([0.5], "gave a float"),
         ([], "gave no samples"),
+        ([-1], "gave -1, and the dataset's indices are 0 to 39"),
+        (None, "must return indices one after the other, not None"),
+        (7, "must return indices one after the other, not a int"),
+        (itertools.count(), "gave more than 40,000 indices, 1000 times those of the dataset"),
+        ((1 // zero for zero in [0]), "the sampler of sampler.dataset. raised ZeroDivisionError"),
     ],
 )
 def test_what_is_no_order_is_refused(series: Any, message: str) -> None:
@@ -82,6 +88,8 @@ def test_samples_of_similar_lengths_are_together() -> None:
     assert padding < 0.05 and max(batches[0]) == max(lengths)  # at random it would be about three quarters
     again = list(LengthSampler(lengths, batch=8, generator=torch.Generator().manual_seed(2)))
     assert again != order and list(LengthSampler([3, 1, 2], batch=2)) != []
+    with pytest.raises(PolylaneError, match="batch must be 1 or more, not 0"):
+        LengthSampler([3, 1, 2], batch=0)
 
 
 def test_an_epoch_goes_on_where_it_was_left() -> None:

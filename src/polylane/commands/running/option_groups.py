@@ -11,6 +11,7 @@ from typing import Literal
 from polylane.callbacks.callback import Callback
 from polylane.callbacks.metric_rules import BestSteps, EarlyStopping, MetricRule, StopAtMetric
 from polylane.commands.learning_rates import LargeBatch, LearningRateOptions, NoiseMode, RateRule
+from polylane.errors import PolylaneError
 from polylane.runtime.workers.stop_request import GRACE
 
 OnNan = Literal["stop", "warn"]
@@ -151,6 +152,16 @@ class GoalOptions:
     early_stop: str | None = None
     stop_at: str | None = None
     keep_best: str | None = None
+
+    def __post_init__(self) -> None:
+        # Of an option that is given twice the command line would take the last one without a word.
+        for name in ("early_stop", "stop_at", "keep_best"):
+            texts = getattr(self, name)
+            if isinstance(texts, list):
+                if len(texts) > 1:
+                    option = f"--{name.replace('_', '-')}"
+                    raise PolylaneError(f"{option} is given {len(texts)} times, and follows one result: give it once")
+                object.__setattr__(self, name, texts[0] if texts else None)
 
     def build(self) -> list[Callback]:
         """Return the callbacks that the options ask for.

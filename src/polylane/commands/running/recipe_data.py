@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, Subset
 
 from polylane.commands.requests import RecipeRequest, TrainRequest
+from polylane.commands.running.option_groups import DataOptions
 from polylane.recipe import Recipe
 from polylane.runtime.data.loader import batch_sizes, is_mapped
 from polylane.runtime.data.sample_order import count_samples
@@ -29,7 +30,9 @@ def tell_steps(recipe: Recipe, dataset: Any, request: RecipeRequest) -> Recipe:
         return recipe
     counts, steps = dict[str, int](), getattr(request, "steps", None)
     if is_mapped(dataset):
+        limit = _count_batches(request.data) if isinstance(request, TrainRequest) else None
         samples = count_samples(dataset, recipe.sampler, request.seed)
+        samples = samples if limit is None else min(samples, limit * request.batch)
         counts["steps_per_epoch"] = len(batch_sizes(samples, request.batch, getattr(request, "drop_last", False)))
         counts["total_steps"] = counts["steps_per_epoch"] * (getattr(request, "epochs", None) or 1)
     if steps is not None:
@@ -42,13 +45,17 @@ def tell_steps(recipe: Recipe, dataset: Any, request: RecipeRequest) -> Recipe:
 
 def limit_batches(dataset: Any, request: TrainRequest) -> Any:
     """Return the first samples of a dataset, where fewer batches than it has are asked for; else the dataset."""
-    batches = 1 if request.data.fast_dev_run else request.data.overfit_batches
-    if batches is None:
+    if (batches := _count_batches(request.data)) is None:
         return dataset
     samples = batches * request.batch
     if is_mapped(dataset):
         return Subset(dataset, range(min(samples, len(dataset))))
     return itertools.islice(dataset, samples) if isinstance(dataset, Iterator) else FirstSamples(dataset, samples)
+
+
+def _count_batches(options: DataOptions) -> int | None:
+    """Return how many batches of each split are read; None: all."""
+    return 1 if options.fast_dev_run else options.overfit_batches
 
 
 class FirstSamples(IterableDataset[Any]):

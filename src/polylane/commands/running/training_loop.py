@@ -108,11 +108,11 @@ class RecipeLoop:
             if self._callbacks.reason or self._run_epoch(epoch) or log.launched == self._training.request.steps:
                 break
         _refuse_no_steps(log, self._training.request, job)
-        self._callbacks.end()
         outcome = log.outcome(self._prepared.plan.spec, self._test.loss, stopped=self._stops)
         outcome = replace(outcome, test_metrics=self._test.metrics, stop_reason=self._callbacks.reason)
         outcome = outcome if control is None else _save_last(control, outcome)
         outcome = _finish_outcome(job, self._training, self._prepared, log, outcome)
+        self._callbacks.end()  # behind the weights, which are there whatever it raises
         job.world.progress.enter(Phase.ENDING)
         job.close()
         self._phases.tell(log.launched)
@@ -384,7 +384,8 @@ def _evaluate_test(job: Job, training: RecipeTraining, control: RunControl | Non
     if isinstance(test, Iterator):
         test = limit_batches(inputs.open_data(training.recipe, "test"), training.request)
     options: dict[str, Any] = {"workers": request.data.loader_workers, "prefetch": request.data.prefetch}
-    batches = job.batches(test, request.batch, shuffle=False, collate=training.recipe.collate, **options)
+    size = request.batch // request.data.accumulate
+    batches = job.batches(test, size, shuffle=False, collate=training.recipe.collate, **options)
     with job.world.progress.during(Phase.EVALUATING):
         values = job.evaluate_batches(batches if control is None else control.test_batches(batches))
     return TestResult(values.pop("loss"), values, time.perf_counter() - start)

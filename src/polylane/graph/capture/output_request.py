@@ -19,6 +19,9 @@ from polylane.recipe import Mean
 
 Function = Callable[[nn.Module, Any], Any]
 
+# Names of results that are there without metrics.
+LOSSES = ("loss", "train_loss", "test_loss")
+
 
 @dataclass(frozen=True)
 class LossWithOutputs:
@@ -156,8 +159,8 @@ def _flatten_metrics(result: Any) -> tuple[list[Tensor], tuple[MetricForm, ...]]
         else:
             raise BadOutputs(_describe_wrong_value(name, value))
     names = [form.name for form in forms]
-    if twice := next((name for name in names if name == "loss" or names.count(name) > 1), None):
-        raise BadOutputs(f"metrics(model, batch): {twice} is the name of two values, or of the loss: rename one")
+    if twice := next((name for name in names if name in LOSSES or names.count(name) > 1), None):
+        raise BadOutputs(f"metrics(model, batch): {twice} is the name of two values, or of a loss: rename one")
     return tensors, tuple(forms)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, describe_error
 from polylane.graph.python_state.random_generators import seeded
 
+MOST_TIMES = 1000  # as many indices as a dataset has samples, which a sampler may give in an epoch
 MOST_SAMPLES = 1 << 40  # of a dataset with a length: the order of an epoch would take tens of terabytes
 
 # Makes a sampler, or any series of indices, of a dataset.
@@ -61,17 +63,32 @@ def order_by_sampler(sampler: SamplerFactory, dataset: Any, epoch: int, seed: in
     Raises:
         PolylaneError: it gives no indices of the dataset, or none at all.
     """
+    size = len(dataset)
+    limit = MOST_TIMES * size
     with seeded(seed, epoch):
         series = sampler(dataset)
+        if not isinstance(series, Iterable):
+            raise PolylaneError(
+                f"sampler(dataset) must return indices one after the other, not {describe_kind(series)}"
+            )
         if callable(set_epoch := getattr(series, "set_epoch", None)):
             set_epoch(epoch)
         if isinstance(generator := getattr(series, "generator", None), torch.Generator):
             generator.manual_seed(_mix(seed, epoch))
-        order = list(series)
-    size = len(dataset)
+        try:
+            order = list(itertools.islice(series, limit + 1))
+        except PolylaneError:
+            raise
+        except Exception as error:
+            raise PolylaneError(f"the sampler of sampler(dataset) raised {describe_error(error)}") from error
+    if len(order) > limit:
+        raise PolylaneError(
+            f"sampler(dataset) gave more than {limit:,} indices, {MOST_TIMES} times those of the dataset: it must end, "
+            "and is made anew for the next epoch"
+        )
     for index in order:
-        if isinstance(index, bool) or not isinstance(index, int) or not -size <= index < size:
-            kind = f"a {type(index).__name__}" if not isinstance(index, int) else f"{index}"
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < size:
+            kind = f"{index}" if isinstance(index, int) else describe_kind(index)
             raise PolylaneError(
                 f"sampler(dataset) gave {kind}, and the dataset's indices are 0 to {size - 1:,}: give one after the "
                 "other, which the batch size divides into batches"
@@ -79,6 +96,11 @@ def order_by_sampler(sampler: SamplerFactory, dataset: Any, epoch: int, seed: in
     if not order:
         raise PolylaneError("sampler(dataset) gave no samples")
     return order
+
+
+def describe_kind(value: Any) -> str:
+    """Return what a value is, for a sentence: ``a list``, ``None``."""
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def choose_order(dataset: Any, sampler: SamplerFactory | None, shuffle: bool, epoch: int, seed: int) -> list[int]:
@@ -109,6 +131,8 @@ class LengthSampler(Sampler[int]):
     """
 
     def __init__(self, lengths: Sequence[int], batch: int, generator: torch.Generator | None = None) -> None:
+        if batch < 1:
+            raise PolylaneError(f"LengthSampler(lengths, batch): batch must be 1 or more, not {batch}")
         self._lengths, self._batch, self.generator = lengths, batch, generator
 
     def __len__(self) -> int:
