@@ -8,11 +8,13 @@ time (as :mod:`polylane.runtime.checkpoint.run_control` does).
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from polylane.callbacks.callback import Callback, TrainingStatus
 from polylane.errors import PolylaneError, describe_error
+from polylane.graph.python_state.own_objects import is_users
 
 if TYPE_CHECKING:
     from polylane.runtime.callbacks.best_checkpoints import BestCheckpoints
@@ -156,7 +158,10 @@ class CallbackRunner:
             except PolylaneError as error:
                 self._error = self._error or str(error)
             except Exception as error:  # of the user's own code
-                self._error = self._error or f"{type(callback).__name__}.{method} raised {describe_error(error)}"
+                lines = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+                location = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
+                name = f"{type(callback).__name__}.{method}"
+                self._error = self._error or f"{name} raised {describe_error(error)}{location}"
 
     def _agree(self, steps: int = 1, is_best: bool = False) -> int:
         """Hear what all workers ask for; return rank 0's number of steps until the next time.
@@ -167,8 +172,9 @@ class CallbackRunner:
         answers = self._job.worker.exchange((self._error, self._status.stop_reason, steps, is_best))
         if not answers:  # the training workers have closed the job, and this server hears of it
             return steps
-        if error := next((answer[0] for answer in answers if answer[0]), ""):
-            raise PolylaneError(error)
+        if ranks := [rank for rank, answer in enumerate(answers) if answer[0]]:
+            origin = "" if len(ranks) == len(answers) else f", on rank {', '.join(map(str, ranks))} alone"
+            raise PolylaneError(f"{answers[ranks[0]][0]}{origin}")
         self.reason = next((answer[1] for answer in answers if answer[1]), "")
         self._is_best = bool(answers[0][3])
         return int(answers[0][2])
