@@ -47,6 +47,6 @@ def test_losses_that_are_kept_keep_no_gradients_and_outputs() -> None:
         losses.append(loss)
         run, _ = loss.call.runs[loss.position]  # type: ignore[attr-defined]
         assert run.computed.gradients == {}
-        assert all(outputs == {} for _, outputs in run.outputs._parts)
+        assert all(outputs == {} for _, outputs in run.outputs.parts)
         assert loss.call.leaves == ()  # type: ignore[attr-defined]
     assert output.shape == (6, 3) and float(output.detach().sum()) != 0

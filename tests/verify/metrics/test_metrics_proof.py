@@ -65,7 +65,7 @@ def test_a_sample_that_counts_twice_is_no_proof(monkeypatch: pytest.MonkeyPatch)
     update = MetricStates.update
 
     def count_some_twice(states: MetricStates, outputs: Any) -> list[float]:
-        outputs._parts = [*outputs.parts, *(part for part in outputs.parts if part[0].first == 0)]
+        outputs.parts = [*outputs.parts, *(part for part in outputs.parts if part[0].first == 0)]
         return update(states, outputs)
 
     monkeypatch.setattr(MetricStates, "update", count_some_twice)
