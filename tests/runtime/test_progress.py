@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -41,6 +42,26 @@ def test_batches_are_loaded_in_a_phase_of_their_own_and_then_the_one_before_goes
     progress.serve()
     progress.enter(Phase.SCRIPT)
     assert reader.record.phase is Phase.SERVING
+
+
+def test_what_is_loaded_for_a_test_is_a_part_of_the_test(memory: ProgressMemory) -> None:
+    progress, reader, seen = ProgressWriter(memory, 0), PageReader(0, memory), list[Phase]()
+
+    def load() -> Iterator[int]:
+        seen.append(reader.record.phase)
+        time.sleep(0.05)
+        yield 1
+
+    progress.enter(Phase.TRAINING)
+    for phase in (Phase.EVALUATING, Phase.SAVING):
+        before = progress.phase_seconds(phase), progress.phase_seconds(Phase.LOADING)
+        with progress.during(phase), progress.during(Phase.COMPILING):
+            list(progress.loading(load()))
+        assert progress.phase_seconds(phase) - before[0] > 0.05
+        assert progress.phase_seconds(Phase.LOADING) == before[1] and progress.phase_seconds(Phase.COMPILING) == 0
+    assert seen == [Phase.LOADING] * 2  # who watches a hang sees what it does
+    list(progress.loading(load()))
+    assert progress.phase_seconds(Phase.LOADING) > 0.05
 
 
 def test_lines_of_two_jobs_of_a_script_are_two(memory: ProgressMemory) -> None:

@@ -58,6 +58,10 @@ USUAL_DECAY = 0.95  # by which the longest step of late counts less with every f
 STACK_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
 
+# Phases that have all the time from their beginning to their end, whatever the worker does in it.
+OUTER_PHASES = frozenset({Phase.EVALUATING, Phase.SAVING, Phase.AUDITING})
+
+
 class GeneratedLines(Protocol):
     """Generated code, whose lines are operators."""
 
@@ -136,7 +140,10 @@ class Progress:
         """Begin a phase, outside of any program."""
 
     def phase_seconds(self, phase: Phase) -> float:
-        """Return how long this worker has been in a phase so far; 0 where nobody can see it."""
+        """Return how long this worker has been in a phase so far; 0 where nobody can see it.
+
+        What it loads, compiles and waits for during a test, a checkpoint or an audit counts as that.
+        """
         return 0.0
 
     def serve(self) -> None:
@@ -213,6 +220,9 @@ class ProgressWriter(Progress):
         self._lines, self._programs, self._files = 0, dict[str, int](), set[str]()
         self._finished, self._action_began, self._round_began = 0, 0, 0
         self._phase_began, self._phase_seconds = time.perf_counter(), dict.fromkeys(Phase, 0.0)
+        # Where time counts now, and the phase around it that has all of its time.
+        self._counted_phase = self._phase
+        self._outer_phase: Phase | None = None
         main = threading.main_thread().ident or 0
         append_note(
             self._page,
@@ -247,13 +257,14 @@ class ProgressWriter(Progress):
 
     def enter(self, phase: Phase) -> None:
         moment = time.perf_counter()
-        self._phase_seconds[self._phase] += moment - self._phase_began
+        self._phase_seconds[self._counted_phase] += moment - self._phase_began
         self._phase_began = moment
         self._phase, self._action = Phase.SERVING if self._serves else phase, -1
+        self._counted_phase = self._outer_phase or self._phase
         self.words[STATE_WORD] = pack_state(self._round, self._phase, -1)
 
     def phase_seconds(self, phase: Phase) -> float:
-        latest = time.perf_counter() - self._phase_began if phase is self._phase else 0.0
+        latest = time.perf_counter() - self._phase_began if phase is self._counted_phase else 0.0
         return self._phase_seconds[phase] + latest
 
     def serve(self) -> None:
@@ -262,11 +273,14 @@ class ProgressWriter(Progress):
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        old_phase = self._phase
+        old_phase, old_outer = self._phase, self._outer_phase
+        if phase in OUTER_PHASES:
+            self._outer_phase = old_outer or phase
         self.enter(phase)
         try:
             yield
         finally:
+            self._outer_phase = old_outer
             self.enter(old_phase)
 
     def loading(self, batches: Iterator[T]) -> Iterator[T]:

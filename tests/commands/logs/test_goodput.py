@@ -94,6 +94,13 @@ def test_a_run_that_is_resumed_later_remembers_what_was_before(clock: SimpleName
     assert len(fresh.to_dict()["attempts"]) == 1  # it begins anew: the run before it is another one
 
 
+@pytest.mark.parametrize("earlier", [{}, {"attempts": None}, {"attempts": [{"began": 1.0}]}, {"attempts": [3]}])
+def test_a_file_of_anything_says_nothing_of_earlier_attempts(clock: SimpleNamespace, earlier: dict[str, Any]) -> None:
+    ledger = GoodputLedger(began=clock.now)
+    ledger.begin("data=2", 2, 20, earlier)
+    assert len(ledger.to_dict()["attempts"]) == 1 and describe_goodput(ledger.to_dict()).startswith("goodput 0%")
+
+
 def test_the_clock_tells_of_phases_since_the_first_step_began() -> None:
     seconds = dict.fromkeys(Phase, 3.0)
     progress: Any = SimpleNamespace(phase_seconds=lambda phase: seconds[phase])

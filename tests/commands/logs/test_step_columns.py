@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from polylane.commands.logs.step_columns import SHARES, StepColumns, count_tokens, step_flops
+from polylane.commands.logs.step_columns import SHARES, StepColumns, count_tokens, find_product_dtype, step_flops
+from polylane.plan.spec import parse
 from polylane.runtime.job import Job
+from polylane.runtime.telemetry.matmul_rate import measure_matmul_rate
 from tests.support.workers.training import batch_of, classify, mlp, workers
 
 SAMPLES = 8
@@ -52,6 +55,16 @@ def test_operations_of_a_step_are_three_times_those_of_its_products() -> None:
     products = 2 * SAMPLES * (6 * 120 + 120 * 4)
     (counted,) = workers(flops, mlp(6, 120, 4), "data=1")
     assert 3 * products - 2 * SAMPLES * 6 * 120 <= counted <= 3.2 * products
+
+
+@pytest.mark.parametrize(("plan", "dtype"), [("data=1", torch.float64), ("data=1,precision=bfloat16", torch.bfloat16)])
+def test_the_device_is_measured_in_the_dtype_of_the_products(plan: str, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(6, 120), nn.Linear(120, 4)).double()
+    model.register_parameter("scale", nn.Parameter(torch.ones(3)))  # few elements of another
+    model.register_parameter("counts", nn.Parameter(torch.ones(4000, dtype=torch.int64), requires_grad=False))
+    chosen: Any = SimpleNamespace(precision=parse(plan).precision)
+    assert find_product_dtype(chosen, model) is dtype
+    assert measure_matmul_rate(torch.device("cpu"), dtype) > 0
 
 
 def test_tokens_are_whole_numbers_with_several_to_a_sample() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from polylane.diagnosis.page_layout import Phase
 from polylane.runtime.job import Job
+from polylane.runtime.progress_page import Progress
 from polylane.runtime.telemetry.worker_facts import WorkerFacts
 from tests.support.workers.training import Tied, batch_of, classify, mlp, sgd, workers
 
@@ -95,6 +98,26 @@ def test_memory_and_times_are_those_of_each_worker() -> None:
     assert len(facts) == 4
     assert all(fact.memory > 0 and 0 < fact.computing <= fact.extent <= fact.seconds * 10 for fact in facts)
     assert all(fact.computing + fact.communicating <= fact.extent * (1 + 1e-9) and fact.cost > 0 for fact in facts)
+
+
+def test_tests_between_two_steps_are_no_part_of_them() -> None:
+    class Clock(Progress):
+        tested = 0.0
+
+        def phase_seconds(self, phase: Phase) -> float:
+            return self.tested if phase is Phase.EVALUATING else 0.0
+
+    def train_and_test(job: Job) -> list[float]:
+        clock = Clock()
+        job.worker.telemetry._progress = clock  # type: ignore[union-attr]
+        seconds = list[float]()
+        for step in range(STEPS):
+            seconds += [fact.seconds for fact in job.step(batch_of(SAMPLES, step)).facts]
+            time.sleep(0.3)
+            clock.tested += 0.3
+        return seconds
+
+    assert max(workers(train_and_test, mlp(6, 12, 4), "data=1")[0][1:]) < 0.15
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -14,6 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,10 +114,12 @@ class GoodputLedger:
         if resumed_at is None:
             self._attempts.clear()
         elif earlier is not None and not self._attempts:
-            self._attempts = [
-                Attempt(**{field.name: record[field.name] for field in fields(Attempt)})
-                for record in earlier["attempts"]
-            ]
+            # A file that somebody edited, or an earlier version wrote, says nothing of the attempts before.
+            with suppress(LookupError, TypeError):
+                self._attempts = [
+                    Attempt(**{field.name: record[field.name] for field in fields(Attempt)})
+                    for record in earlier["attempts"]
+                ]
         began, self._began = self._began, moment
         attempt = Attempt(began, moment, plan, workers, resumed_at, resumed_at or 0, {START: moment - began})
         self._attempts.append(attempt)
@@ -229,7 +232,7 @@ def describe_goodput(ledger: Mapping[str, Any]) -> str:
     Args:
         ledger: plain data that :meth:`GoodputLedger.to_dict` returns, or that a file has of it.
     """
-    wall = ledger["wall_seconds"]
+    wall = ledger["wall_seconds"] or 1.0
     causes = sorted(((s / wall, cause) for cause, s in ledger["seconds"].items() if cause != USEFUL), reverse=True)
     lost = ", ".join(f"{share:.0%} {cause}" for share, cause in causes[:4] if share >= 0.005)
     return f"goodput {ledger['share']:.0%} of {wall:,.0f} s" + (f"; lost to: {lost}" if lost else "")

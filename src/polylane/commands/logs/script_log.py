@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from polylane.commands.logs.goodput import PhaseClock
-from polylane.commands.logs.step_columns import StepColumns
+from polylane.commands.logs.step_columns import StepColumns, find_product_dtype
 from polylane.commands.logs.step_log import StepLog, Tell, TrainingOutcome
 from polylane.graph.graph import Graph
 from polylane.observe.timeline import Timeline
@@ -93,7 +93,8 @@ class ScriptLog:
             graphs = [partition.graph for partition in role.partitions.values()]
             return graphs[0] if len(graphs) == 1 else None
 
-        columns = StepColumns(job.plan, find_graph, measure_matmul_rate(job.world.device), role.telemetry.timing)
+        rate = measure_matmul_rate(job.world.device, find_product_dtype(job.plan, job.model))
+        columns = StepColumns(job.plan, find_graph, rate, role.telemetry.timing)
         self._job, self._log = job, StepLog(self._tell, lambda: 1, columns)
         self._phases, self._steps = PhaseClock(progress, self._tell, columns.means), steps
         self._log.resume({"steps": steps, "samples": 0, "seconds": 0.0, "loss": math.nan, "epoch": (0.0, 0.0, 0.0)})

@@ -6,18 +6,19 @@ The names are those of docs/metrics.md. A column that is not known is left out.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polylane.commands.logs.kept_steps import LoggedStep
 from polylane.graph.graph import Graph
 from polylane.observe.stretches import TimeState
 from polylane.observe.time_account import account_time
+from polylane.plan.options import PRECISIONS
 from polylane.plan.plan import Plan
 from polylane.runtime.telemetry.worker_facts import WorkerFacts
 
@@ -76,10 +77,10 @@ class StepColumns:
     def _describe_time(self, result: LoggedStep, facts: Sequence[WorkerFacts], seconds: float) -> dict[str, Any]:
         """Return the shares of the step's time, and what was sent in it."""
         stall, self._stall = (total := self.stall_seconds()) - self._stall, total
-        since = seconds * facts[0].steps
+        since = seconds * facts[0].steps + stall
         columns: dict[str, Any] = {
             "loading": min(1.0, max(fact.loading for fact in facts) / seconds),
-            "checkpoint_stall": min(1.0, stall / since),
+            "checkpoint_stall": stall / since if since else 0.0,
         }
         timeline = result.timeline
         if len({span.rank for span in timeline.spans}) == len(facts):
@@ -118,6 +119,22 @@ def step_flops(graph: Graph) -> int:
     What a plan recomputes, or computes on several workers, counts once.
     """
     return sum(node.flops * (3 if node.requires_grad else 1) for node in graph.nodes)
+
+
+def find_product_dtype(plan: Plan, model: nn.Module) -> torch.dtype:
+    """Return the dtype of a plan's products: that of autocast, or that of most elements of the model's parameters.
+
+    Args:
+        plan: the plan, with its precision.
+        model: the user's model, of which a worker may hold a part.
+    """
+    if plan.precision != PRECISIONS[0]:
+        return getattr(torch, plan.precision)  # type: ignore[no-any-return]
+    sizes = Counter[torch.dtype]()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] += parameter.numel()
+    return sizes.most_common(1)[0][0] if sizes else torch.float32
 
 
 def count_tokens(leaves: Iterable[Any], samples: int) -> int:

@@ -17,7 +17,7 @@ from polylane.checkpoint.store import name_another
 from polylane.commands import user_inputs as inputs
 from polylane.commands.learning.batch_follower import BatchFollower, open_follower
 from polylane.commands.logs.goodput import PhaseClock
-from polylane.commands.logs.step_columns import StepColumns, count_tokens
+from polylane.commands.logs.step_columns import StepColumns, count_tokens, find_product_dtype
 from polylane.commands.logs.step_log import StepLog, Tell, TestResult, TrainingOutcome, last_steps
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.open_callbacks import open_callbacks
@@ -185,7 +185,8 @@ def _open_columns(job: Job, prepared: CompiledTraining) -> StepColumns | None:
     worker = job.worker
     if job.world.rank != 0 or isinstance(worker, ServingRole):
         return None
-    rate, graph = measure_matmul_rate(job.world.device), prepared.main_partition.graph
+    graph = prepared.main_partition.graph
+    rate = measure_matmul_rate(job.world.device, find_product_dtype(prepared.plan, job.model))
     return StepColumns(prepared.plan, lambda: graph, rate, worker.telemetry.timing)
 
 

@@ -21,6 +21,7 @@ from polylane.diagnosis.page_layout import Phase
 from polylane.observe.time_account import account_time
 from polylane.observe.timeline import Timeline
 from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.progress_page import OUTER_PHASES
 from polylane.runtime.span_clock import TimedSpan
 from polylane.runtime.step_result import STEPS_KEPT, StepResult, StepState
 from polylane.runtime.sync.objective_update import ObjectiveUpdate
@@ -50,7 +51,7 @@ class Telemetry:
         self.noise = NoiseMeter(local_model)
         self._no_gradients = 0.0 if has_norms else math.nan
         self._squared_norm: float | Tensor = 0.0
-        self._cost, self._loading, self._count = 0.0, 0.0, 0
+        self._cost, self._loading, self._excluded_seconds, self._count = 0.0, 0.0, 0.0, 0
         self._since = time.perf_counter()
         # What the process has of its own, torch among it, is not the training's.
         held_bytes = sum(tensor.nbytes for tensor in local_model.local_tensors().values())
@@ -97,19 +98,21 @@ class Telemetry:
         lane = Timeline(tuple(span.resolve() for span in spans), self._size)
         spent = account_time(lane).ranks[self._rank]  # alone, it cannot be told what it waits for
         loading = self._progress.phase_seconds(Phase.LOADING)
+        excluded_seconds = sum(map(self._progress.phase_seconds, OUTER_PHASES))
         facts: Numbers = [0.0] * (SLOTS * self._size)
         facts[SLOTS * self._rank : SLOTS * (self._rank + 1)] = [
             *(float(number) if self._device.type == "cpu" else number for number in (total, count, self._squared_norm)),
             float(self._peak_bytes()),
             (loading - self._loading) / self._count,
-            (begin - self._since) / self._count,
+            (begin - self._since - (excluded_seconds - self._excluded_seconds)) / self._count,
             float(self._count),
             self._cost + time.perf_counter() - begin,
             spent.computing,
             spent.communication,
             lane.makespan(),
         ]
-        self._loading, self._since, self._count, self._cost = loading, begin, 0, 0.0
+        self._loading, self._excluded_seconds = loading, excluded_seconds
+        self._since, self._count, self._cost = begin, 0, 0.0
         return facts
 
     def follow(self, facts: Sequence[WorkerFacts]) -> None:

@@ -21,7 +21,7 @@ class WorkerFacts:
         memory: most bytes that it has held since the training began: on an accelerator those of its allocator, else
             the growth of the process's resident memory, with the tensors that it began with.
         loading: seconds of a step in which it waits for data, over those since the last observed one.
-        seconds: duration of a step, all in all, over the same steps.
+        seconds: duration of a step, all in all, over the same steps, without tests, checkpoints and audits between.
         steps: number of these steps.
         cost: seconds that measuring has cost it since then.
         computing, communicating, extent: seconds of one step in which it computed, in which it waited for others or for
