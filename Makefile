@@ -87,9 +87,9 @@ bench-sync: $(INSTALLED)
 bench-sharded: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.sharded $(ARGS)
 
-# Bytes that schedules keep alive; the picture of docs/benchmarks.md too.
+# Bytes that schedules keep alive; the picture of docs/results/benchmarks.md too.
 bench-memory: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.memory_laws --plot docs/memory-laws.svg $(ARGS)
+	@$(BIN)/python -m benchmarks.memory_laws --plot docs/images/memory-laws.svg $(ARGS)
 
 # Trains by a plan that `polylane plan --memory` found, where one device runs out of memory.
 bench-memory-limit: $(INSTALLED)
@@ -148,11 +148,11 @@ bench-recordings: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.flight_recordings $(FOLDER) $(ARGS)
 
 # Every training of tests/equivalence/trainings by every plan, against a plain loop on one device: the table of
-# docs/exactness.md. Some of them: `make trainings ONLY="weighted_mean hf_causal"`.
+# docs/explanation/exactness.md. Some of them: `make trainings ONLY="weighted_mean hf_causal"`.
 trainings: $(INSTALLED)
 	@$(BIN)/python -m tests.equivalence.same_numbers --told $(if $(ONLY),--only $(ONLY))
 
-# Models of other packages, by seven plans each, held by verify against one device: docs/models.md. Some of them:
+# Models of other packages, by seven plans each, held by verify against one device: docs/results/models.md. Some of them:
 # `make zoo ARGS="--only GPT-2"`. Their packages go into an environment of their own, which sees polylane's.
 zoo: $(ZOO)/.installed
 	@$(ZOO)/bin/python -m benchmarks.zoo $(ARGS)

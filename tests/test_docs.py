@@ -16,7 +16,7 @@ from polylane.plan.options import PlanOptions
 from polylane.plan.spec import KEYS, Spec
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(r'polylane +(?:train|verify|inspect|lanes)\b(?:"[^"\n]*"|[^`\n|"])*')
 
 
@@ -64,7 +64,9 @@ PICTURE = re.compile(r"```\n\$ (polylane lanes [^\n]*)\n(.*?)```", re.DOTALL)
 
 
 @pytest.mark.parametrize(
-    ("line", "shown"), PICTURE.findall((ROOT / "docs/schedules.md").read_text()), ids=lambda text: text.split("\n")[0]
+    ("line", "shown"),
+    PICTURE.findall((ROOT / "docs/explanation/schedules.md").read_text()),
+    ids=lambda text: text.split("\n")[0],
 )
 def test_pictures_of_schedules_are_those_of_the_command(line: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To draw them again after a change: COLUMNS=120, and the lines without blanks at their ends."""
@@ -83,7 +85,7 @@ def test_the_plan_file_is_one_for_the_recipe(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("mymodel.py").write_text(block("README.md", "python", "def optimizer(parameters)"))
-    Path("plan.yaml").write_text(block("docs/how-it-works.md", "yaml", "placements:"))
+    Path("plan.yaml").write_text(block("docs/explanation/how-it-works.md", "yaml", "placements:"))
     result = CliRunner().invoke(app, ["inspect", "mymodel.py", "--plan", "plan.yaml"])
     sys.modules.pop("mymodel", None)
     assert result.exit_code == 0, result.stderr

@@ -341,7 +341,7 @@ def test_the_library_keeps_the_law(law: str, library: SourceTree) -> None:
 
 
 def test_the_architecture_names_every_folder() -> None:
-    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    page = (SOURCE.parents[1] / "docs" / "development" / "architecture.md").read_text()
     folders = [folder.parent.relative_to(SOURCE) for folder in sorted(SOURCE.rglob("*/__init__.py"))]
     assert [str(folder) for folder in folders if f"`{folder}/`" not in page] == []
 

@@ -1,4 +1,4 @@
-"""docs/torch_internals.md has a row for all that the next torch or Python may break, and no row too many.
+"""docs/development/torch_internals.md has a row for all that the next torch or Python may break, and no row too many.
 
 Found in the source's syntax: names with a leading underscore that are torch's or Python's, what is put in the places of
 their functions, and hooks of the whole process. Syntax does not say what a value is: an attribute ``._x`` is taken for
@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.test_house import SOURCE, Module, read_library
 
-PAGE = SOURCE.parents[1] / "docs" / "torch_internals.md"
+PAGE = SOURCE.parents[1] / "docs" / "development" / "torch_internals.md"
 
 # Python documents these as public, whatever their names begin with.
 DOCUMENTED = frozenset(("os._exit", "._fields", "._make", "._replace", "._asdict", "ctypes._SimpleCData"))
@@ -177,8 +177,8 @@ def test_every_use_of_an_internal_has_a_row_and_every_row_a_use() -> None:
 
     missing = [f"{use[0]} in {use[1]}" for use in sorted(uses) if not any(is_in(use, row) for row in rowed)]
     assert not missing, (
-        "take a public name of torch instead, or add to docs/torch_internals.md a row (name, files, why no public name "
-        f"does it, the test that fails without it) or the file to its row: {'; '.join(missing)}"
+        "take a public name of torch instead, or add to docs/development/torch_internals.md a row (name, files, why no "
+        f"public name does it, the test that fails without it) or the file to its row: {'; '.join(missing)}"
     )
     stale = [
         f"{names} in {places}"
@@ -186,7 +186,7 @@ def test_every_use_of_an_internal_has_a_row_and_every_row_a_use() -> None:
         if any(not any(is_in(use, (name, place)) for use in uses for place in places) for name in names)
         or any(not any(is_in(use, (name, place)) for use in uses for name in names) for place in places)
     ]
-    assert not stale, f"take out of docs/torch_internals.md what the source does not use: {'; '.join(stale)}"
+    assert not stale, f"take out of {PAGE.name} what the source does not use: {'; '.join(stale)}"
 
 
 def test_all_kinds_of_uses_are_found() -> None:

@@ -1,4 +1,4 @@
-"""Proves the models of the zoo, each in a process of its own, and writes docs/models.md.
+"""Proves the models of the zoo, each in a process of its own, and writes docs/results/models.md.
 
 ``python -m benchmarks.zoo --only GPT-2 --plans tensor=2`` a part of it: what else was measured stays on the page.
 """

@@ -1,4 +1,4 @@
-"""The page of the zoo, docs/models.md, written from what was measured."""
+"""The page of the zoo, docs/results/models.md, written from what was measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.zoo.families import FAMILIES
 from benchmarks.zoo.prove import EQUAL, FAILED, FUNCTIONS, PLANS, REFUSED, UNEQUAL, WHOLE
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "results" / "models.md"
 MEASURED = Path(__file__).with_name("measured")
 
 # Of a model: its capture, under "capture", and what each plan came to, under the plan.
@@ -125,5 +125,5 @@ def _reasons(found: Mapping[str, Found]) -> str:
 
 
 def write_page() -> None:
-    """Write docs/models.md."""
+    """Write docs/results/models.md."""
     PAGE.write_text(render_page(load_measured()))

@@ -276,7 +276,7 @@ def advise(
     """Compare batch sizes at the gradient noise scale of a run: throughput, statistical efficiency, learning rate.
 
     For each batch size, searches the fastest plan and multiplies its predicted throughput by what a sample of such a
-    batch is worth. The run may still be training. See docs/efficiency.md.
+    batch is worth. The run may still be training. See docs/explanation/efficiency.md.
 
     \b
     Examples:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from polylane.integrations.transformers import REFUSED
 
-GUIDE = Path(__file__).parents[2] / "docs" / "integrations.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "trainers.md"
 BEGIN = "<!-- generated from polylane.integrations.transformers: python -m tests.integrations.test_guide -->\n"
 END = "<!-- end -->"
 

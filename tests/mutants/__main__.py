@@ -1,7 +1,7 @@
 """Plant every mutant of the table, ask `verify` and the tests that guard it, and say which of them noticed.
 
 `make mutants`; one of them: `make mutants ARGS="--only ID"`. Outcomes are kept in run/mutants.json, so that a table can
-be made of several runs: `--markdown` writes what is there into docs/exactness.md.
+be made of several runs: `--markdown` writes what is there into docs/explanation/exactness.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.mutants.table import MUTANTS
 T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
-KEPT, DOCS = ROOT / "run" / "mutants.json", ROOT / "docs" / "exactness.md"
+KEPT, DOCS = ROOT / "run" / "mutants.json", ROOT / "docs" / "explanation" / "exactness.md"
 BEGIN, END = "<!-- mutants: written by make mutants -->\n", "<!-- mutants: end -->\n"
 # What `verify` says at length, for a cell of the table.
 ESCAPED = "\\|"
@@ -306,7 +306,7 @@ def main() -> int:
     parser.add_argument("--no-baseline", action="store_true", help="do not first see that all is well without them")
     parser.add_argument("--new", action="store_true", help="try only those of which run/mutants.json knows nothing")
     parser.add_argument("--audit", action="store_true", help="ask audits of trainings, and neither verify nor tests")
-    parser.add_argument("--markdown", action="store_true", help="write the outcomes so far into docs/exactness.md")
+    parser.add_argument("--markdown", action="store_true", help="write the outcomes so far into the page on exactness")
     options = parser.parse_args()
     chosen = chosen_of(options.only)
     if wrong := fits(chosen):

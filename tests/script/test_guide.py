@@ -15,7 +15,7 @@ from tests.script.traps import TRAPS
 from tests.script.weight_loops import WEIGHT_LOOPS
 from tests.script.weight_traps import WEIGHT_TRAPS
 
-GUIDE = Path(__file__).parents[2] / "docs" / "scripts.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "scripts.md"
 _TABLE = re.compile(r"(?<=test_guide -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 

@@ -57,7 +57,7 @@ def run(request: RunRequest) -> None:
         copies = f"each of the {workers} workers ran all of it" if workers > 1 else "it ran as it is"
         raise PolylaneError(
             f"{request.script} ended without a call of polylane.prepare, and {copies}: prepare the model and the "
-            "optimizer, see docs/scripts.md, or run it with python"
+            "optimizer, see docs/how-to/scripts.md, or run it with python"
         )
     if end.code:
         sys.exit(end.code)

@@ -17,7 +17,7 @@ from polylane.placement.weight_formulas import operand_at
 # What both halves of a backward pass take longer than the whole, by kind of device. In the whole pass the gradients of
 # a call's input and weight follow each other, while its kept input and the gradient of its result are in the caches of
 # a CPU; in halves both go to memory and come back: so many times their bytes move at the memory's speed. The kernels of
-# a GPU read them from memory either way. Measured: a GPT that keeps 26 MB for every second half (docs/benchmarks.md).
+# a GPU read them from memory either way. Measured: a GPT that keeps 26 MB for every second half (docs/results).
 HALVING_TRAVERSALS = {"cpu": 2.0, "cuda": 0.0}
 # The same as a part of the backward pass of these calls, where no bandwidth is known, and of other devices. On two busy
 # cores 2 to 8 % were measured, by what else they shared; an order that is found for 5 % loses least over that range.

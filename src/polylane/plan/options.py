@@ -169,7 +169,7 @@ class PlanOptions:
         schedule: ``naive``, ``afab`` (all forward, all backward: GPipe), ``1f1b`` (one forward, one backward),
             ``interleaved`` (1F1B over several stages of each worker), ``zb-h1``, ``zb-h2``, ``zb-v`` (zero bubble:
             backward passes in two halves); ``auto`` (an order that is searched for your stages' times); asynchronous:
-            ``pipedream``, ``pipedream-2bw``. See [schedules](docs/schedules.md)
+            ``pipedream``, ``pipedream-2bw``. See [schedules](docs/explanation/schedules.md)
         vertical_sync: ``yes``: under ``pipedream`` all stages compute a batch on weights of the same age
         order: under ``auto``, the passes of every group of workers (:mod:`polylane.plan.order`); empty until found
         microbatches: parts of a batch that follow each other through the stages (by default four for each stage; one,
@@ -177,16 +177,16 @@ class PlanOptions:
             printed
         replicas: ``split`` (each replica of a stage computes a part of every microbatch) or ``round-robin`` (replicas
             compute whole microbatches in turn, as in PipeDream; their number may differ between stages): see
-            [schedules](docs/schedules.md#replicas-in-turn)
+            [schedules](docs/explanation/schedules.md#replicas-in-turn)
         sync: how replicas synchronize gradients or weights; in a line its keys are words of their own
         precision: ``float32`` (whatever dtype your model has) or ``bfloat16`` (autocast)
         recompute: what backward passes recompute instead of keeping it: ``none``, ``selective`` (attention), ``full``,
             a budget (``budget:200MB``), or one of these for each module: see
-            [memory](docs/memory.md)
+            [memory](docs/explanation/memory.md)
         per_sample: modules that run your own Python code and treat each sample independently, which no graph can show:
             ``per_sample=experts``, or ``model``. Every replica computes other such modules on the whole batch
         compile: ``yes``: the operators of every stage are compiled by ``torch.compile``'s inductor: see
-            [GPUs](docs/gpu.md#compiled-stages)
+            [GPUs](docs/explanation/gpu.md#compiled-stages)
     """
 
     schedule: Annotated[ScheduleName, PlanKey(shown="everywhere", fixed_values=ASYNCHRONOUS, applies_alone=False)] = (

@@ -1,7 +1,7 @@
 """Estimates of schedules in closed form: seconds of a step, and live microbatches, by which a search rates them.
 
 1F1B's is that of Huang et al., GPipe, 2019, section 2.3, for unequal stages, with the messages that a forward of the
-steady state waits for. The others' follow from their bubbles for equal stages (docs/schedules.md), where what one stage
+steady state waits for. The others' follow from their bubbles for equal stages (docs/explanation), where what one stage
 adds to the bubble is what it takes itself; a microbatch's way there and back, over the microbatches that are live,
 bounds the period from below.
 

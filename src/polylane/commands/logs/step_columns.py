@@ -1,6 +1,6 @@
 """Step columns: what is logged of an observed step beside its loss, from what each worker says of it.
 
-The names are those of docs/metrics.md. A column that is not known is left out.
+The names are those of docs/reference/metrics.md. A column that is not known is left out.
 """
 
 from __future__ import annotations

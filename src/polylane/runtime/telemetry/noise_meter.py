@@ -23,7 +23,7 @@ from polylane.runtime.telemetry.preconditioner import AdamPreconditioner, divide
 # Part of all steps' time that measuring may cost.
 BUDGET = 0.02
 # Least part of what measuring costs that its own clock sees: neither the calls of autograd around hooks, nor workers
-# that wait for one that measures. It was 40 to 100% where steps with and without it took turns (docs/benchmarks.md).
+# that wait for one that measures. It was 40 to 100% where steps with and without it took turns (docs/results).
 SEEN_SHARE = 0.4
 
 
