@@ -15,7 +15,7 @@ FAULTS ?= 200
 LAUNCHERS := --launcher own --launcher torchrun
 WORKERS := tests/equivalence tests/runtime tests/planner tests/auto
 
-.PHONY: install test test-workers test-alone test-all mutants fuzz check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
+.PHONY: install test test-workers test-alone test-all mutants fuzz check docs demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
 	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths \
 	bench-checkpoints bench-audit bench-prepared bench-recordings bench-scripts bench-observing bench-batches trainings zoo gpu chaos clean
 
@@ -61,6 +61,12 @@ mutants: $(INSTALLED)
 # Wrong input by the thousand: each must end well, or in one sentence, within bounds. Others: `make fuzz ARGS="--seed 2"`.
 fuzz: $(INSTALLED)
 	@$(BIN)/python -m tests.fuzzing --inputs 1000 $(ARGS)
+
+# The site of docs/, from the pages and the code; every warning is an error.
+docs: $(INSTALLED)
+	@$(BIN)/python -m tests.docs.generated_pages
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
+	@echo "The documentation: $(CURDIR)/run/site/index.html"
 
 demo: $(INSTALLED)
 	@$(BIN)/polylane train $(DEMO) --epochs $(EPOCHS) --run run/digits

@@ -1,0 +1,1 @@
+"""What fragments of code in the documentation take as given, by the name of their ``setup``."""
