@@ -153,8 +153,8 @@ bench-scripts: $(INSTALLED)
 bench-recordings: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.flight_recordings $(FOLDER) $(ARGS)
 
-# Every training of tests/equivalence/trainings by every plan, against a plain loop on one device: the table of
-# docs/explanation/exactness.md. Some of them: `make trainings ONLY="weighted_mean hf_causal"`.
+# Every training of tests/equivalence/trainings by every plan, against a plain loop on one device
+# (docs/explanation/exactness.md). Some of them: `make trainings ONLY="weighted_mean hf_causal"`.
 trainings: $(INSTALLED)
 	@$(BIN)/python -m tests.equivalence.same_numbers --told $(if $(ONLY),--only $(ONLY))
 

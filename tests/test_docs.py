@@ -52,8 +52,8 @@ PICTURE = re.compile(r"```\n\$ (polylane lanes [^\n]*)\n(.*?)```", re.DOTALL)
     ids=lambda text: text.split("\n")[0],
 )
 def test_pictures_of_schedules_are_those_of_the_command(line: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To draw them again after a change: COLUMNS=120, and the lines without blanks at their ends."""
-    monkeypatch.setenv("COLUMNS", "120")
+    """To draw them again after a change: COLUMNS=100, and the lines without blanks at their ends."""
+    monkeypatch.setenv("COLUMNS", "100")
     drawn = CliRunner().invoke(app, shlex.split(line)[1:])
     assert "".join(f"{each.rstrip()}\n" for each in drawn.stdout.splitlines()) == shown
 

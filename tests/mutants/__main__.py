@@ -1,7 +1,7 @@
 """Plant every mutant of the table, ask `verify` and the tests that guard it, and say which of them noticed.
 
 `make mutants`; one of them: `make mutants ARGS="--only ID"`. Outcomes are kept in run/mutants.json, so that a table can
-be made of several runs: `--markdown` writes what is there into docs/explanation/exactness.md.
+be made of several runs: `--markdown` writes what is there into docs/results/exactness-tables.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.mutants.table import MUTANTS
 T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
-KEPT, DOCS = ROOT / "run" / "mutants.json", ROOT / "docs" / "explanation" / "exactness.md"
+KEPT, DOCS = ROOT / "run" / "mutants.json", ROOT / "docs" / "results" / "exactness-tables.md"
 BEGIN, END = "<!-- mutants: written by make mutants -->\n", "<!-- mutants: end -->\n"
 # What `verify` says at length, for a cell of the table.
 ESCAPED = "\\|"

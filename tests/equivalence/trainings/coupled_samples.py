@@ -167,6 +167,46 @@ def spread_of_states() -> Training:
 
 
 @training
+def barlow_twins() -> Training:
+    """The cross-correlation of two views over the whole batch (Zbontar et al., 2021)."""
+
+    def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        views = (model(batch[0]), model(batch[0] + 0.1))
+        first, second = ((states - states.mean(0)) / states.std(0) for states in views)
+        correlation = first.t() @ second / len(first)
+        wanted = torch.eye(len(correlation), dtype=correlation.dtype)
+        return ((correlation - wanted).square() * (0.1 + 0.9 * wanted)).sum()
+
+    return meeting(loss)
+
+
+class BalancedExperts(nn.Module):
+    """A router, four linear experts of which each sample takes one, and how uneven the batch's choices are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 4)
+        self.experts = nn.Parameter(torch.randn(4, 6, 4) / 6**0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        chances = self.router(x).softmax(-1)
+        taken = F.one_hot(chances.argmax(-1), 4).to(x.dtype)
+        output = torch.einsum("nd,edf,ne->nf", x, self.experts, taken * chances)
+        # Share of samples times mean chance, by expert (Switch Transformers, section 2.2): a product of two means over
+        # the batch, which parts of the batch do not add up to.
+        return output, 4 * (taken.mean(0) * chances.mean(0)).sum()
+
+
+@training
+def balance_of_experts() -> Training:
+    def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        logits, imbalance = model(batch[0])
+        return F.cross_entropy(logits, batch[1]) + 0.1 * imbalance
+
+    return Training(seeded(BalancedExperts), loss, plain_batches, AT_ONCE, refusable=MICROBATCHES)
+
+
+@training
 def mixed_up() -> Training:
     """Samples mixed with others in a random order."""
 
