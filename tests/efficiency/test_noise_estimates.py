@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from polylane.efficiency.noise_estimates import NoiseEstimate, combine_estimates, estimate_noise, population_noise
+from polylane.efficiency.noise_estimates import NoiseEstimate, combine_estimates, estimate_noise
 
 Array = NDArray[np.float64]
 
@@ -47,8 +47,16 @@ def test_unbiased_with_replacement(population: Array, sizes: tuple[int, ...]) ->
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3), (1, 1, 2), (2, 1, 2), (3, 3)])
 def test_unbiased_without_replacement(population: Array, sizes: tuple[int, ...]) -> None:
     batches = itertools.permutations(range(6), sum(sizes))
-    gradient, spread = mean_of(estimate(population[list(batch)], sizes, len(population)) for batch in batches)
-    assert (gradient, population_noise(spread, 6)) == pytest.approx(truth_of(population), rel=1e-12)
+    means = mean_of(estimate(population[list(batch)], sizes, len(population)) for batch in batches)
+    assert means == pytest.approx(truth_of(population), rel=1e-12)
+
+
+def test_both_are_by_the_one_form_that_the_docs_have(population: Array) -> None:
+    """𝒢² = |G|² - S / B (N - B) / (N - 1), with the S that is returned."""
+    batch = population[:4]
+    found = estimate(batch, (1, 3), 6)
+    square = float(np.square(batch.mean(axis=0)).sum())
+    assert found.gradient == pytest.approx(square - found.spread / 4 * (6 - 4) / (6 - 1), rel=1e-12)
 
 
 def test_without_the_factor_the_gradient_is_too_small(population: Array) -> None:
@@ -111,7 +119,7 @@ def test_softmax_regression_on_digits(batch: int, parts: int) -> None:
     estimates = [estimate(gradients[draw], sizes, count) for draw in draws]
     for values, truth in (
         ([e.gradient for e in estimates], exact),
-        ([population_noise(e.spread, count) for e in estimates], trace),
+        ([e.spread for e in estimates], trace),
     ):
         error = np.std(values) / np.sqrt(len(values))
         assert abs(np.mean(values) - truth) < 4 * error and error < 0.03 * truth

@@ -118,16 +118,6 @@ def _without_weights(recipe: Recipe) -> Any:
         return inputs.build_model(recipe, seed=0)
 
 
-def tokens_per_sample(problem: TrainingProblem) -> int:
-    """Return the tokens of one sample, the row length of a batch's first tensor if it is an integer matrix; else 0."""
-    from torch import Tensor
-
-    first_tensor = next((leaf for leaf in problem.flat_example[0] if isinstance(leaf, Tensor)), None)
-    if first_tensor is None or first_tensor.is_floating_point() or first_tensor.dim() != 2:
-        return 0
-    return int(first_tensor.shape[1])
-
-
 def model_flops(graph: Graph, batch: int) -> float:
     """Return the FLOPs of a step that the model itself needs: three times those of its forward pass.
 

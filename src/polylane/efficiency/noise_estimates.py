@@ -9,9 +9,12 @@ sample's gradient, and 𝒢² the squared norm of the expected one, E|g_i|² = �
 are unbiased whatever the sizes; B (Q - |G|²) is Σ b_i |g_i - G|², the sum of squares between groups of an analysis of
 variance. For equal parts these are the equations of McCandlish et al. (arXiv 1812.06162, appendix A.1).
 
-An epoch draws its samples without replacement from N. Two of them then have covariance -S / N (with S the trace of the
-covariance with divisor N - 1), which every pair of the batch adds alike: the difference Q - |G|², and so S, is as
-before; E|G|² is 𝒢² + S (1 / B - 1 / N), so that 𝒢² = |G|² - (S / B) (1 - B / N). A batch of all N samples has no noise.
+An epoch draws its samples without replacement from N, of whose gradients S is the trace of the covariance, with the
+divisor N. Two of them then have the covariance -S / (N - 1), which every pair of the batch adds alike, so that
+
+    S  = (N - 1) / N · B (Q - |G|²) / (k - 1)             𝒢² = |G|² - (S / B) (N - B) / (N - 1)
+
+are unbiased: a batch of all N samples has no noise.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ class NoiseEstimate:
 
     Attributes:
         gradient: estimate of the squared norm of the expected gradient, 𝒢².
-        spread: estimate of the trace of the covariance of one sample's gradient, S.
+        spread: estimate of the trace of the covariance of one sample's gradient, S; of N samples with the divisor N.
     """
 
     gradient: float
@@ -48,8 +51,11 @@ def estimate_noise(
     samples, parts = sum(part_samples), len(part_squares)
     mean_square = sum(b * square for b, square in zip(part_samples, part_squares, strict=True)) / samples
     spread = samples * (mean_square - total_square) / (parts - 1)
-    drawn = 0.0 if population is None else min(samples / population, 1.0)
-    return NoiseEstimate(total_square - spread / samples * (1 - drawn), spread)
+    if population is None:
+        return NoiseEstimate(total_square - spread / samples, spread)
+    # Here S N / (N - 1) is known, of which 𝒢² has the part (N - B) / N.
+    remaining = max(1 - samples / population, 0.0)
+    return NoiseEstimate(total_square - spread / samples * remaining, spread * (population - 1) / population)
 
 
 def combine_estimates(
@@ -66,13 +72,3 @@ def combine_estimates(
     spread = sum((k - 1) * estimate.spread for k, estimate in zip(parts, estimates, strict=True)) / freedom
     gradient = sum(b * estimate.gradient for b, estimate in zip(samples, estimates, strict=True)) / total
     return NoiseEstimate(gradient, spread)
-
-
-def population_noise(spread: float, population: int) -> float:
-    """Return the trace of the covariance with divisor N of a data set, from that with divisor N - 1.
-
-    Args:
-        spread: as estimated from samples that are drawn without replacement.
-        population: number N of samples of the data set.
-    """
-    return spread * (population - 1) / population

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,6 +95,61 @@ class NoiseWindow:
         """Return what the batches of the window say, at the level of gradients behind the last of them."""
         scale, level = measure_noise_scale(self._estimates), self._level or 1.0
         return replace(scale, gradient=scale.gradient * level, spread=scale.spread * level)
+
+
+@dataclass(frozen=True)
+class NoiseScales:
+    """The noise scales of a training: of gradients as they are, and as its optimizer divides them.
+
+    Attributes:
+        plain: of gradients as they are.
+        adam: of gradients as Adam divides them; of no batches with other optimizers, and in the first steps.
+    """
+
+    plain: NoiseScale
+    adam: NoiseScale
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether that of the divided gradients decides."""
+        return bool(self.adam.batches)
+
+    @property
+    def deciding(self) -> NoiseScale:
+        """The one by which a batch is chosen: of the gradients that the optimizer steps along."""
+        return self.adam if self.is_divided else self.plain
+
+
+class NoiseWindows:
+    """The estimates of the last batches of a training, of both kinds of gradients."""
+
+    def __init__(self) -> None:
+        self._plain, self._adam = NoiseWindow(), NoiseWindow()
+
+    def add(self, plain: NoiseEstimate, adam: NoiseEstimate | None) -> None:
+        """Add the estimates of a batch.
+
+        Args:
+            plain: of gradients as they are.
+            adam: of gradients as Adam divides them; None where that is not known.
+        """
+        self._plain.add(plain)
+        if adam is not None:
+            self._adam.add(adam)
+
+    def measure(self) -> NoiseScales:
+        """Return what the batches of both windows say."""
+        return NoiseScales(self._plain.measure(), self._adam.measure())
+
+
+def pick_deciding(columns: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return which part of the object ``noise`` of a line of metrics.jsonl decides, as :class:`NoiseScales` does.
+
+    Args:
+        columns: those of gradients as they are, with those of divided ones under "adam".
+    """
+    adam = columns.get("adam")
+    return adam if isinstance(adam, Mapping) and adam.get("batches") else columns
 
 
 def measure_noise_scale(estimates: Iterable[NoiseEstimate]) -> NoiseScale:

@@ -368,7 +368,7 @@ class Job(JobEvaluations):
         Args:
             steps: number of steps, at most :data:`polylane.runtime.step_result.STEPS_KEPT`.
         """
-        return merge_timelines(self._role.gather(lambda: self._role.spans(steps)), self.plan.workers)
+        return merge_timelines(self._role.gather(lambda: self._role.lane(steps)), self.plan.workers)
 
     @collective("job.close")
     def close(self) -> None:

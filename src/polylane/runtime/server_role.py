@@ -29,7 +29,6 @@ from polylane.compile.sample_shares import Batch
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count
 from polylane.graph.capture.output_request import OutputRequest
-from polylane.observe.timeline import Span
 from polylane.runtime.connections.byte_counters import AGREEMENT, OPERATORS, STAGES, STATISTICS
 from polylane.runtime.data import loader as data
 from polylane.runtime.parameters.model_tensors import ModelTensors
@@ -38,7 +37,7 @@ from polylane.runtime.span_clock import KnownSpan
 from polylane.runtime.stale_weights import allow_own_calls, track_server_weights
 from polylane.runtime.state.held_tensors import WorkerState
 from polylane.runtime.state.saved_state import SavedState
-from polylane.runtime.step_result import StepResult, align_clocks
+from polylane.runtime.step_result import Lane, StepResult, align_clocks
 from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
 from polylane.runtime.sync.parameter_server.host import open_server_host
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
@@ -205,6 +204,6 @@ class ServingRole:
         none = dict.fromkeys((STAGES, OPERATORS, STATISTICS), 0.0)
         return {AGREEMENT: sent, **none, "theory": float(weights * self._plan.data)}
 
-    def spans(self, steps: int) -> list[Span]:
+    def lane(self, steps: int) -> Lane:
         """Return the latest updates of its server, however many steps are requested, in seconds on rank 0's clock."""
-        return align_clocks([[KnownSpan(span) for span in self._server.spans]], self._host.clock_offset)
+        return align_clocks([[KnownSpan(span) for span in self._server.spans]], self._host.clock_offset), {}

@@ -47,6 +47,12 @@ for _kind in (ActionKind, Action, Span):
     serializable(_kind)
 
 
+# By the name of a reduce, the groups of ranks that have it, see :attr:`.Timeline.groups`.
+Groups = dict[str, tuple[tuple[int, ...], ...]]
+
+# What a worker says of its last steps: its spans on rank 0's clock, and the groups of the latest step's reduces.
+Lane = tuple[Sequence[Span], Groups]
+
 # A pass of this worker: stage and microbatch.
 Pass = tuple[int, int]
 
@@ -226,8 +232,12 @@ class StepResult:
                 at += NUMBERS
                 if end > 0:  # zeros: an action that was skipped, or a worker that is not in the group
                     spans.append(Span(program.rank, action, start, end, waited, round(size)))
-        groups = groups_of_buckets(self._programs)
-        return Timeline(tuple(spans), len(self._programs), title="measured", groups=groups).from_zero()
+        return Timeline(tuple(spans), len(self._programs), title="measured", groups=self.groups).from_zero()
+
+    @property
+    def groups(self) -> Groups:
+        """The groups of ranks of its reduces, of those that several groups have under one name."""
+        return groups_of_buckets(self._programs)
 
     @property
     def facts(self) -> tuple[WorkerFacts, ...]:
@@ -268,7 +278,7 @@ class StepResult:
             compare(self._vector[HEAD : HEAD + self._digests].tolist())
 
 
-def groups_of_buckets(programs: Sequence[Program]) -> dict[str, tuple[tuple[int, ...], ...]]:
+def groups_of_buckets(programs: Sequence[Program]) -> Groups:
     """Return the groups of ranks of the buckets that several groups have under one name, for `Timeline.groups`."""
     groups: dict[str, dict[tuple[int, ...], None]] = {}
     for program in programs:
@@ -331,13 +341,14 @@ def align_clocks(steps: Sequence[Sequence[TimedSpan]], ahead: float) -> list[Spa
     return [replace(span, start=span.start - ahead, end=span.end - ahead) for span in resolved_spans]
 
 
-def merge_timelines(lanes: Sequence[Sequence[Span]], workers: int) -> Timeline:
+def merge_timelines(lanes: Sequence[Lane], workers: int) -> Timeline:
     """Merge the spans of all workers, by rank, into a timeline from zero; servers' earlier spans are left out.
 
     Args:
-        lanes: spans of each worker on one clock, by rank.
+        lanes: of each worker, by rank.
         workers: number of workers that train; the lanes behind them are those of dedicated servers.
     """
-    begin = min((span.start for lane in lanes[:workers] for span in lane), default=0.0)
-    spans = tuple(span for lane in lanes for span in lane if span.start >= begin)
-    return Timeline(spans, len(lanes), title="measured").from_zero()
+    begin = min((span.start for lane, _ in lanes[:workers] for span in lane), default=0.0)
+    spans = tuple(span for lane, _ in lanes for span in lane if span.start >= begin)
+    groups = lanes[0][1] if lanes else {}
+    return Timeline(spans, len(lanes), title="measured", groups=groups).from_zero()

@@ -24,7 +24,6 @@ from polylane.graph.capture.output_request import OutputRequest
 from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.readings.asked_draws import StepDraws
 from polylane.graph.sparse_gradients import densify
-from polylane.observe.timeline import Span
 from polylane.program.program import Program
 from polylane.runtime.checkpoint.training_state import WorkerTrainingState
 from polylane.runtime.compile_cache import CompileCache
@@ -44,7 +43,7 @@ from polylane.runtime.stale_weights import allow_own_calls, track_stale_weights
 from polylane.runtime.state.held_tensors import WorkerState
 from polylane.runtime.state.model_state import optimized_parts
 from polylane.runtime.state.saved_state import SavedState
-from polylane.runtime.step_result import StepResult, StepState, align_clocks, gather_result
+from polylane.runtime.step_result import Lane, StepResult, StepState, align_clocks, gather_result
 from polylane.runtime.sync.choose_sync import build_sync
 from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
 from polylane.runtime.sync.objective_update import build_updates
@@ -363,9 +362,9 @@ class TrainingRole:
         """Return the mean bytes that this worker sent in a step, see :meth:`polylane.runtime.job.Job.traffic`."""
         return self._traffic.mean_bytes()
 
-    def spans(self, steps: int) -> list[Span]:
-        """Return the spans of this worker's last ``steps`` steps, in seconds on the clock of rank 0."""
-        return align_clocks([*self._in_flight.spans][-steps:], self._clock_offset)
+    def lane(self, steps: int) -> Lane:
+        """Return this worker's part in the timeline of the last ``steps`` steps."""
+        return align_clocks([*self._in_flight.spans][-steps:], self._clock_offset), self._in_flight.groups
 
     def stepping(self) -> list[LocalOptimizer]:
         if (server_optimizers := self._sync.stepping_optimizers()) is not None:

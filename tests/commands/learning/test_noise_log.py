@@ -9,7 +9,7 @@ from torch import nn
 
 from polylane.commands.learning.noise_option import check_noise
 from polylane.compile.objectives import build_objectives
-from polylane.efficiency.noise_estimates import NoiseEstimate, estimate_noise, population_noise
+from polylane.efficiency.noise_estimates import NoiseEstimate, estimate_noise
 from polylane.efficiency.noise_window import NoiseWindow
 from polylane.errors import PolylaneError
 from polylane.runtime.telemetry.noise_log import NoiseLog
@@ -41,7 +41,7 @@ def test_lines_say_what_the_window_says() -> None:
         assert (columns["step_g2"], columns["step_s"]) == pytest.approx((expected.gradient, expected.spread), rel=1e-12)
         assert columns["parts"] == 2 and "adam" not in columns
         assert {name: columns[name] for name in window.measure().to_dict()} == pytest.approx(window.measure().to_dict())
-    assert log.add(Step(None)) == {} and log.scale.batches == 11
+    assert log.add(Step(None)) == {} and log.scales.plain.batches == 11
 
 
 def test_samples_of_an_epoch_are_drawn_without_replacement() -> None:
@@ -49,7 +49,16 @@ def test_samples_of_an_epoch_are_drawn_without_replacement() -> None:
     columns = NoiseLog(population=16).add(Step(reading((3.0, 5.0), 2.5)))["noise"]
     plain = NoiseLog().add(Step(reading((3.0, 5.0), 2.5)))["noise"]
     assert columns["step_g2"] == 2.5 and plain["step_g2"] == pytest.approx(2.5 - plain["step_s"] / 16)
-    assert columns["step_s"] == pytest.approx(population_noise(plain["step_s"], 16))
+    assert columns["step_s"] == pytest.approx(plain["step_s"] * 15 / 16)
+
+
+def test_a_line_says_from_how_many_samples_batches_are_drawn() -> None:
+    """With a sampler, whose samples may come again, and of a stream: from none that are counted."""
+    for population in (16, None):
+        columns = NoiseLog(population).add(Step(reading((3.0, 5.0), 2.5)))["noise"]
+        remaining = 1.0 if population is None else (population - 16) / (population - 1)
+        assert columns["population"] == population
+        assert columns["step_g2"] == pytest.approx(2.5 - columns["step_s"] / 16 * remaining)
 
 
 def test_adam_has_a_column_of_its_own() -> None:
@@ -57,7 +66,7 @@ def test_adam_has_a_column_of_its_own() -> None:
     columns = log.add(Step(reading((3.0, 5.0), 2.5, scaled=40.0)))["noise"]["adam"]
     assert NoiseEstimate(columns["step_g2"], columns["step_s"]) == estimate_noise((40.0, 40.0), (8, 8), 20.0)
     log.add(Step(reading((3.0, 5.0), 2.5, scaled=40.0)))
-    assert log.adam_scale.batches == 1
+    assert log.scales.adam.batches == 1
 
 
 def test_what_cannot_be_measured_is_refused_where_it_is_asked_for() -> None:

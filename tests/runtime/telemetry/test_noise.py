@@ -343,7 +343,7 @@ def test_a_training_finds_the_closed_form(plan: str) -> None:
         job.worker.telemetry.noise.turn_on(every_step=True)  # type: ignore[union-attr]
         for batch in batches:
             log.add(job.step(batch))
-        return log.scale
+        return log.scales.plain
 
     scales = workers(follow, model, plan, loss=squared_error, optimizer=still, example=batches[0])
     assert scales[0].scale == pytest.approx(21, rel=0.03) and all(scale == scales[0] for scale in scales)

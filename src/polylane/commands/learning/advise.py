@@ -21,6 +21,7 @@ from polylane.efficiency.batch_choice import (
     rate_batches,
 )
 from polylane.efficiency.batch_rules import ScalingRule, learning_rate_factor
+from polylane.efficiency.noise_window import NoiseScale
 from polylane.errors import PolylaneError, format_plural
 from polylane.plan.spec import shorten_plan
 
@@ -37,18 +38,21 @@ def run(request: AdviseRequest) -> None:
         PolylaneError: the folder is not one of a run; its noise scale is not known (yet); the recipe is wrong.
     """
     options, steps = read_options(request.run), read_steps(request.run)
-    noise = steps.deciding_noise
+    noise = steps.noise.deciding
     if noise.scale is None:
         raise PolylaneError(_explain_missing(request.run, steps))
     base = steps.batch or options.batch
     ranked = rate_batches(_find_options(request, options, base), noise, base)
-    cheapest = min(ranked, key=lambda row: row.price_of_progress) if ranked[0].option.price else None
-    words = _describe(request, steps, ranked, cheapest, base)
+    words = [*_describe_run(options, steps, base), *_describe_best(options, noise, ranked, base)]
+    words += [_describe_rate(steps, ranked[0], base)]
+    if steps.samples_per_second and request.cluster is None:
+        words.append(f"Measured in the run with batches of {base}: {steps.samples_per_second:,.0f} samples/s.")
+    words.append("The table's samples/s are predicted.")
     if request.json:
         printing.print_json(
             {
-                "noise": steps.noise.to_dict(),
-                "adam_noise": steps.adam_noise.to_dict() if steps.adam_noise.batches else None,
+                "noise": steps.noise.plain.to_dict(),
+                "adam_noise": steps.noise.adam.to_dict() if steps.noise.is_divided else None,
                 "batch": base,
                 "samples_per_second": steps.samples_per_second,
                 "batches": [_to_dict(row, noise.scale, base) for row in ranked],
@@ -62,13 +66,13 @@ def run(request: AdviseRequest) -> None:
 
 
 def _explain_missing(folder: Path, steps: FinishedSteps) -> str:
-    batches = steps.deciding_noise.batches
+    batches = steps.noise.deciding.batches
     if not batches:
         return (
             f"{folder}: the gradient noise was not measured: train with --noise on, which says where the plan does not "
             "allow it"
         )
-    low = steps.deciding_noise.low
+    low = steps.noise.deciding.low
     bound = f", so that the noise scale is above {low:,.0f} samples" if low else ""
     return (
         f"{folder}: not enough data yet: after {format_plural(batches, 'measured step')} the gradient is not told from "
@@ -85,16 +89,17 @@ def _find_options(request: AdviseRequest, run: RunOptions, base: int) -> list[Ba
     from polylane.cluster.spec import load_or_parse
     from polylane.planner.find_plans import find_plans
 
-    largest = run.population // FEWEST_EPOCH_STEPS if run.population else base * 32
-    batches = sorted(request.batches) or list_batches(base, max(largest, base))
+    batches = sorted(request.batches) or list_batches(base, _find_largest(run, base))
     cluster = None if request.cluster is None else load_or_parse(request.cluster)
+    # What this machine costs is not known: the presets' prices are those of rented devices.
+    total_price = 0.0 if cluster is None else cluster.price
     cluster, problem = _capture(request, run, cluster, base)
     workers = min(request.workers or cluster.count, cluster.count)
     planned = _plan_request(request, run, base)
     options, refused = list[BatchOption](), None
     for batch in batches:
         # Plans with fewer devices are slower, and may make cheaper progress.
-        for count in _worker_counts(workers) if cluster.price else [None]:
+        for count in _worker_counts(workers) if total_price else [None]:
             try:
                 answer = find_plans(
                     problem,
@@ -110,12 +115,17 @@ def _find_options(request: AdviseRequest, run: RunOptions, base: int) -> list[Ba
                 refused = error
                 continue
             best = answer.ranked_plans[0]
-            price = cluster.price * best.plan.workers / cluster.count
+            price = total_price * best.plan.workers / cluster.count
             speed = best.prediction.samples_per_second
             options.append(BatchOption(batch, speed, best.plan.spec, best.plan.workers, price))
     if not options:
         raise refused or PolylaneError("--batches names no batch")
     return options
+
+
+def _find_largest(run: RunOptions, base: int) -> int:
+    """Return the most samples of a batch that is compared unless the user names others."""
+    return max(run.population // FEWEST_EPOCH_STEPS if run.population else base * 32, base)
 
 
 def _worker_counts(max_workers: int) -> Iterator[int]:
@@ -167,7 +177,7 @@ def _show(ranked: Sequence[RatedBatch], scale: float, base: int) -> None:
     is_priced = any(row.option.price for row in ranked)
     grid = printing.make_table("Batches, the most progress in a second first", *columns, left=["plan"])
     if is_priced:
-        grid.add_column("price", justify="right", no_wrap=True)
+        grid.add_column("price/1,000 steps", justify="right", no_wrap=True)
     best_of_batch = {row.option.batch: row for row in reversed(ranked)}
     for row in ranked:
         option = row.option
@@ -189,41 +199,61 @@ def _show(ranked: Sequence[RatedBatch], scale: float, base: int) -> None:
     printing.print_table(printing.console(), grid)
 
 
-def _describe(
-    request: AdviseRequest,
-    steps: FinishedSteps,
-    ranked: Sequence[RatedBatch],
-    cheapest: RatedBatch | None,
-    base: int,
-) -> list[str]:
-    """Return what the table means, in sentences."""
-    noise, best, options = steps.deciding_noise, ranked[0], [row.option for row in ranked]
+def _describe_run(run: RunOptions, steps: FinishedSteps, base: int) -> list[str]:
+    """Return what the run has measured, and what the table counts by, in sentences."""
+    noise = steps.noise.deciding
     assert noise.scale is not None and noise.low is not None and noise.high is not None
-    kind = " as Adam divides gradients" if noise is steps.adam_noise else ""
+    kind = " of gradients as Adam divides them" if steps.noise.is_divided else ""
+    sizes = " to ".join(str(size) for size in sorted({steps.measured_sizes[0], steps.measured_sizes[-1]}))
     words = [
         f"The gradient noise scale{kind} is {noise.scale:,.0f} samples (95%: {noise.low:,.0f} to {noise.high:,.0f}), "
-        f"from {format_plural(noise.batches, 'step')} of {base} samples (*). Goodput counts samples of such steps.",
+        f"from {format_plural(noise.batches, 'measured step')} of {sizes} samples."
     ]
+    if steps.rate_factor is not None:
+        words.append(
+            f"--batch auto has changed the batch from {run.batch} to {base} samples, and the learning rate with it: it "
+            f"is {steps.rate_factor:.2f} times what it would be with the first batch."
+        )
+    return [*words, f"Goodput counts samples of batches of {base} (*), those of the run's latest steps."]
+
+
+def _describe_best(run: RunOptions, noise: NoiseScale, ranked: Sequence[RatedBatch], base: int) -> list[str]:
+    """Return which batch makes the most progress in a second, and which the cheapest, in sentences."""
+    best, options = ranked[0], [row.option for row in ranked]
+    assert noise.low is not None and noise.high is not None
     ends = sorted({choose_batch(options, scale, base).batch for scale in (noise.low, noise.high)})
-    span = f"; within the interval {ends[0]} to {ends[-1]}" if len(ends) > 1 else ""
+    span = f"; at the ends of the noise scale's interval {ends[0]} and {ends[-1]}" if len(ends) > 1 else ""
     at_base = max((row.goodput for row in ranked if row.option.batch == base), default=0.0)
     improvement = (
         f", {best.goodput / at_base:.2f} times the progress in a second of batches of {base}" if at_base else ""
     )
-    words.append(f"Best: batches of {best.option.batch} by {best.option.plan}{improvement}{span}.")
-    if len(ranked) > 1 and best.option.batch == max(option.batch for option in options):
-        words.append("It is the largest batch compared: compare larger ones with --batches.")
-    elif len(ranked) > 1 and best.option.batch == min(option.batch for option in options):
+    words = [f"Best: batches of {best.option.batch} by {best.option.plan}{improvement}{span}."]
+    sizes = [option.batch for option in options]
+    if min(sizes) < max(sizes) == best.option.batch:
+        bound = ""
+        if run.population and 2 * best.option.batch > _find_largest(run, base):
+            bound = f", and twice it would be more than a quarter of the {run.population:,} samples of an epoch"
+        words.append(f"It is the largest batch compared{bound}: compare larger ones with --batches.")
+    elif min(sizes) == best.option.batch < max(sizes):
         words.append("It is the smallest batch compared: compare smaller ones with --batches.")
-    if cheapest is not None and cheapest is not best:
+    cheapest = min(ranked, key=lambda row: row.price_of_progress)
+    if cheapest.option.price and cheapest is not best:
         words.append(
             f"Cheapest: batches of {cheapest.option.batch} by {cheapest.option.plan}, at "
             f"{cheapest.price_of_progress / best.price_of_progress:.0%} of that one's price for the same progress."
         )
-    words.append(
-        f"A learning rate for batches of {base} follows by × {best.gain:.2f} (AdaScale, SGD) or × {best.gain**0.5:.2f} "
-        f"(Adam); linear would be × {best.option.batch / base:.2f}."
-    )
-    if steps.samples_per_second and request.cluster is None:
-        words.append(f"Measured in the run: {steps.samples_per_second:,.0f} samples/s. The table's are predicted.")
     return words
+
+
+def _describe_rate(steps: FinishedSteps, best: RatedBatch, base: int) -> str:
+    """Return how the learning rate follows to the best batch, in a sentence."""
+    if best.option.batch == base:
+        return "The learning rate stays as it is."
+    latest = "" if steps.learning_rate is None else f" ({steps.learning_rate:.4g} in the latest step)"
+    factors = [f"× {best.gain**0.5:.2f} with Adam"]
+    if not steps.noise.is_divided:
+        factors.insert(0, f"× {best.gain:.2f} with SGD")
+    return (
+        f"With batches of {best.option.batch} the run's learning rate{latest} becomes {', or '.join(factors)}, by "
+        f"AdaScale; in proportion to the batch it would be × {best.option.batch / base:.2f}."
+    )

@@ -57,7 +57,7 @@ class BatchFollower:
             return False
         self._reading = reading
         self._growing.add_step(reading.costs[1])
-        if (change := self._growing.decide(self._noise.deciding_scale)) is None:
+        if (change := self._growing.decide(self._noise.scales.deciding)) is None:
             return False
         worker = self._job.worker
         assert isinstance(worker, TrainingRole)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from polylane.commands.logs.file_names import METRICS, RUN, UNFINISHED
+from polylane.commands.logs.metrics_file import find_batch
 from polylane.efficiency.noise_estimates import NoiseEstimate
-from polylane.efficiency.noise_window import NoiseScale, NoiseWindow
+from polylane.efficiency.noise_window import WINDOW, NoiseScales, NoiseWindows
 from polylane.errors import PolylaneError
 
 
@@ -47,19 +50,19 @@ class FinishedSteps:
     Attributes:
         batch: number of samples of its latest full steps.
         samples_per_second: median throughput of the steps with that many samples; 0 where there are none.
-        noise: the noise scale, of gradients as they are.
-        adam_noise: of gradients as Adam divides them; of no batches with other optimizers.
+        learning_rate: of its latest step, of the optimizer's first group; None where it has none.
+        noise: its noise scales.
+        measured_sizes: numbers of samples of the steps that these are averaged over, ascending.
+        rate_factor: by how much a batch that grows has multiplied the learning rates of the first steps; None with a
+            fixed batch, or before its first change.
     """
 
     batch: int
     samples_per_second: float
-    noise: NoiseScale
-    adam_noise: NoiseScale
-
-    @property
-    def deciding_noise(self) -> NoiseScale:
-        """The noise scale that a batch is chosen by: that of the steps that the optimizer really makes."""
-        return self.adam_noise if self.adam_noise.batches else self.noise
+    learning_rate: float | None
+    noise: NoiseScales
+    measured_sizes: Sequence[int]
+    rate_factor: float | None
 
 
 def read_options(folder: Path) -> RunOptions:
@@ -93,8 +96,8 @@ def read_steps(folder: Path) -> FinishedSteps:
         PolylaneError: the metrics cannot be read.
     """
     path = _find_file(folder, METRICS)
-    plain, adam = NoiseWindow(), NoiseWindow()
-    steps = list[tuple[int, float]]()
+    windows, measured = NoiseWindows(), deque[int](maxlen=WINDOW)
+    steps, changes = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -102,16 +105,33 @@ def read_steps(folder: Path) -> FinishedSteps:
     for line in lines:
         with suppress(ValueError, TypeError, KeyError, AttributeError):
             content = json.loads(line)
+            if "batch" in content:
+                changes.append({name: float(content["batch"][name]) for name in ("step", "size", "rate_factor")})
             if "samples" not in content:
                 continue
-            steps.append((int(content["samples"]), float(content["samples_per_second"])))
-            for window, columns in ((plain, content.get("noise")), (adam, (content.get("noise") or {}).get("adam"))):
-                if columns:
-                    window.add(NoiseEstimate(float(columns["step_g2"]), float(columns["step_s"])))
-    # The last batch of an epoch may be a short one; a batch that grows has its latest size.
-    batch = max((samples for samples, _ in steps[-20:]), default=0)
-    speeds = [speed for samples, speed in steps[1:] if samples == batch]
-    return FinishedSteps(batch, statistics.median(speeds) if speeds else 0.0, plain.measure(), adam.measure())
+            step = {name: float(content[name]) for name in ("step", "samples", "samples_per_second")}
+            steps.append(step | {"learning_rate": content.get("learning_rate")})
+            if noise := content.get("noise"):
+                windows.add(_read_estimate(noise), _read_estimate(noise["adam"]) if "adam" in noise else None)
+                measured.append(int(step["samples"]))
+    batch = find_batch(
+        [(step["step"], step["samples"]) for step in steps], [(change["step"], change["size"]) for change in changes]
+    )
+    speeds = [step["samples_per_second"] for step in steps[1:] if step["samples"] == batch]
+    rates, noise_scales = [step["learning_rate"] for step in steps], windows.measure()
+    averaged = [*measured][-noise_scales.deciding.batches :] if noise_scales.deciding.batches else []
+    return FinishedSteps(
+        batch,
+        statistics.median(speeds) if speeds else 0.0,
+        float(rates[-1]) if rates and rates[-1] is not None else None,
+        noise_scales,
+        sorted(set(averaged)),
+        changes[-1]["rate_factor"] if changes else None,
+    )
+
+
+def _read_estimate(columns: Mapping[str, Any]) -> NoiseEstimate:
+    return NoiseEstimate(float(columns["step_g2"]), float(columns["step_s"]))
 
 
 def _find_file(folder: Path, name: str) -> Path:

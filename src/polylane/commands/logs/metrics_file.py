@@ -6,12 +6,16 @@ import errno
 import json
 import math
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 # What a line raises that no run has written.
 _NOT_OURS = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+
+# Steps at the end of a run of which one has a full batch at least.
+LATEST_STEPS = 20
 
 
 class MetricsFile:
@@ -98,6 +102,20 @@ def find_last_step(metrics: Path) -> int:
             with suppress(*_NOT_OURS):
                 return int(json.loads(line)["step"])
     return 0
+
+
+def find_batch(steps: Sequence[tuple[float, float]], changes: Sequence[tuple[float, float]]) -> int:
+    """Return the number of samples of a run's latest full steps; 0 where there are none.
+
+    The last batch of an epoch may be a short one, and a batch that grows has its latest size.
+
+    Args:
+        steps: (number, samples) of its steps, in order.
+        changes: (number of the step before it, samples) of each change of its batch, in order.
+    """
+    since = changes[-1][0] if changes else 0
+    latest = [samples for step, samples in steps[-LATEST_STEPS:] if step > since]
+    return int(max(latest, default=changes[-1][1] if changes else 0))
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from polylane.commands.logs.kept_steps import LoggedStep
 from polylane.graph.graph import Graph
@@ -135,20 +135,6 @@ def find_product_dtype(plan: Plan, model: nn.Module) -> torch.dtype:
         if parameter.is_floating_point():
             sizes[parameter.dtype] += parameter.numel()
     return sizes.most_common(1)[0][0] if sizes else torch.float32
-
-
-def count_tokens(leaves: Iterable[Any], samples: int) -> int:
-    """Return the tokens of a batch: of its whole numbers with a row for each sample, those with the most in a row.
-
-    Args:
-        leaves: flat leaves of the batch, or of this worker's samples.
-        samples: number of samples of the whole batch.
-
-    Returns:
-        0 where no tensor of the batch has several whole numbers for each sample.
-    """
-    wholes = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype in (torch.int64, torch.int32))
-    return max((leaf[0].numel() * samples for leaf in wholes if leaf.dim() > 1 and len(leaf)), default=0)
 
 
 def _largest_loss(facts: Sequence[WorkerFacts], replicas: Sequence[int]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from polylane.observe.timeline import Timeline
 from polylane.plan.spec import shorten_plan
 
 SHARES = ("computing", "moving", "communicating", "waiting", "bubble")
+# What marks an event in a chart and before its sentence.
+MARKS = {"restart": "↻", "batch": "⇕"}
 MOST_SHARES = 300  # points of the chart of shares, each a mean
 # Columns of step lines that are curves of their own, by chart.
 CHARTS: Mapping[str, Mapping[str, str]] = {
@@ -58,7 +61,7 @@ def collect_run(run: RunFiles) -> dict[str, Any]:
         "batches": rate_other_batches(run),
         "stages": _find_stages(run),
         "plan_text": run.plan,
-        "environment": read_mapping(run.predicted.get("environment")),
+        "environment": _describe_environment(run),
         "downsampled": _describe_thinning(run),
     }
     for name in ("timeline", "theory"):
@@ -88,6 +91,21 @@ def _find_recipe(run: RunFiles) -> str:
             return timeline.notes["recipe"]
     words = [str(word) for word in read_list(read_mapping(run.predicted.get("environment")).get("command"))]
     return next((word for word in words[1:] if word.endswith(".py")), "")
+
+
+def _describe_environment(run: RunFiles) -> dict[str, str]:
+    """Return what the run was made with, by name; the command line as a shell takes it."""
+    rows = dict[str, str]()
+    for name, value in read_mapping(run.predicted.get("environment")).items():
+        words = [str(word) for word in value] if isinstance(value, list) else None
+        rows[str(name)] = str(value) if words is None else shlex.join(words) if name == "command" else ", ".join(words)
+    return rows
+
+
+def _label(name: Any) -> str:
+    """Return a name of the user's as one line that a reader sees, whatever it is made of."""
+    words = "".join(letter if letter.isprintable() else " " for letter in str(name).replace("_", " "))
+    return " ".join(words.split()) or "(no name)"
 
 
 def _find_stages(run: RunFiles) -> list[Any]:
@@ -135,7 +153,7 @@ def _collect_epochs(run: RunFiles, read: Any) -> dict[str, Any]:
     for name in names:
         curve = curves.read_curve(run.epochs, lambda line, key=name: (read(line) or {}).get(key))  # type: ignore[misc]
         if curve[0]:
-            chart[str(name).replace("_", " ")] = _pack(curve) | {"points": True}
+            chart[_label(name)] = _pack(curve) | {"points": True}
     return chart
 
 
@@ -190,12 +208,14 @@ def _collect_events(run: RunFiles) -> list[dict[str, Any]]:
             workers = f", {attempt['workers']} workers" if attempt.get("workers") else ""
             change = f", plan changed to {name}" if plan and name != plan else ""
             begin = round(step or 0)
-            events.append({"step": begin, "text": f"resumed at step {begin}{workers}{change}"})
+            text = f"resumed at step {begin}{workers}{change}"
+            events.append({"step": begin, "text": text, "mark": MARKS["restart"]})
         plan = name or plan
     for batch_change in run.batch_changes:
         step, size = (curves.read_number(batch_change.get(key)) for key in ("step", "size"))
         if step is not None and size is not None:
-            events.append({"step": round(step), "text": f"batches of {size:,.0f} samples after step {step:.0f}"})
+            text = f"batches of {size:,.0f} samples after step {step:.0f}"
+            events.append({"step": round(step), "text": text, "mark": MARKS["batch"]})
     return sorted(events, key=lambda event: event["step"])
 
 
@@ -214,8 +234,8 @@ def _collect_facts(run: RunFiles) -> list[list[str]]:
         facts += [["samples/s, median", f"{speeds[len(speeds) // 2]:,.5g}"]] if speeds else []
     for name in ("test_loss", "metrics"):
         value = run.epochs[-1].get(name) if run.epochs else None
-        values = value if isinstance(value, dict) else {name.replace("_", " "): value}
-        numbers = {str(key): curves.read_number(number) for key, number in values.items()}
+        values = value if isinstance(value, dict) else {name: value}
+        numbers = {_label(key): curves.read_number(number) for key, number in values.items()}
         facts += [[key, f"{number:.5g}"] for key, number in numbers.items() if number is not None]
     if run.attempts:
         began = curves.read_number(run.attempts[0].get("began"))

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from polylane.commands.logs.metrics_file import find_batch
 from polylane.commands.logs.verdict import describe_verdict
 from polylane.commands.reporting.curves import read_number
 from polylane.commands.reporting.run_files import RunFiles, read_list, read_mapping, read_noise
@@ -107,8 +108,8 @@ def rate_other_batches(run: RunFiles) -> dict[str, Any]:
     noises = [line for line in run.steps if read_noise(line)]
     if not noises:
         return {}
-    line = noises[-1]
-    noise, batch = read_noise(line), read_number(line.get("samples"))
+    line, batch = noises[-1], _find_batch(run)
+    noise = read_noise(line)
     ends = [read_number(noise.get(name)) for name in ("scale", "low", "high")]
     if ends[0] is None or not batch:
         return {"note": "not enough data yet: the gradients' noise hides how large they are", "rows": []}
@@ -123,3 +124,13 @@ def rate_other_batches(run: RunFiles) -> dict[str, Any]:
         samples = [1 / statistical_efficiency(number, size, batch) for number in (scale, low, high)]
         rows.append([round(size), *(float(f"{number:.4g}") for number in (*steps, *samples))])
     return {"scale": scale, "low": low, "high": high, "batch": batch, "step": line["step"], "rows": rows}
+
+
+def _find_batch(run: RunFiles) -> int:
+    """Return the number of samples of the run's latest full steps; 0 where that is not known."""
+    rows = [
+        [(read_number(line.get("step")), read_number(line.get(key))) for line in lines]
+        for lines, key in ((run.steps, "samples"), (run.batch_changes, "size"))
+    ]
+    steps, changes = ([(step, size) for step, size in pairs if step is not None and size is not None] for pairs in rows)
+    return find_batch(steps, changes)

@@ -21,6 +21,7 @@ from polylane.commands.logs.file_names import (
     WHY,
 )
 from polylane.diagnosis import report_file
+from polylane.efficiency.noise_window import pick_deciding
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Timeline
 
@@ -84,8 +85,7 @@ def read_noise(line: Mapping[str, Any]) -> Mapping[str, Any]:
     Args:
         line: of metrics.jsonl; with Adam it has the noise of the gradients as Adam divides them, too.
     """
-    noise = read_mapping(line.get("noise"))
-    return read_mapping(noise.get("adam")) or noise
+    return pick_deciding(read_mapping(line.get("noise")))
 
 
 def read_list(value: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from polylane.checkpoint.store import name_another
 from polylane.commands import user_inputs as inputs
 from polylane.commands.learning.batch_follower import BatchFollower, open_follower
 from polylane.commands.logs.goodput import PhaseClock
-from polylane.commands.logs.step_columns import StepColumns, count_tokens, find_product_dtype
+from polylane.commands.logs.step_columns import StepColumns, find_product_dtype
 from polylane.commands.logs.step_log import StepLog, Tell, TestResult, TrainingOutcome, last_steps
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.open_callbacks import open_callbacks
@@ -28,6 +28,7 @@ from polylane.commands.running.start_message import begin_message
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import AuditFailed, NotFinite, PolylaneError, format_plural
+from polylane.graph.nodes.token_leaves import count_tokens, find_token_leaves
 from polylane.plan.plan import Plan
 from polylane.plan.plan_file import parse_plan
 from polylane.runtime.callbacks.callback_runner import CallbackRunner
@@ -76,7 +77,10 @@ class RecipeLoop:
         tell = self._callbacks.listen(tell)
         self._log = StepLog(tell, lambda: job.worker.slack, columns, NoiseLog(training.population))
         self._follower = open_follower(job, request.rates, training.population, self._log.noise, tell)
-        self._stops = request.on_nan == "stop"
+        self._stops, self._token_leaves = (
+            request.on_nan == "stop",
+            find_token_leaves(prepared.main_partition.graph.code.fx),
+        )
         resumes = request.resume_from is not None
         takers = self._log, self._callbacks, self._follower
         saved, changed = _load_checkpoint(job, training, *takers) if resumes else (None, [])
@@ -151,7 +155,7 @@ class RecipeLoop:
         for batch in self._training.batches(job, epoch, start, size):
             rates = _list_rates(job)
             result, staleness = job.step(batch), job.worker.staleness if job.apart else None
-            log.add(result, epoch, rates, staleness, count_tokens(batch.leaves, batch.samples))
+            log.add(result, epoch, rates, staleness, count_tokens(batch.leaves, self._token_leaves, batch.samples))
             self._phases.note_step(log.launched)
             if (self._stops and log.stopped and self._all_know) or log.launched == request.steps:
                 break

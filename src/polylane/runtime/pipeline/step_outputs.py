@@ -100,7 +100,12 @@ class StepOutputs:
         wire = torch.uint8 if dtype == torch.bool else dtype
         result = torch.zeros(tuple(shape), dtype=wire, device=self.device)
         cut = None if self.is_whole else self._find_whole_cut(index, shape)
-        layout = BatchLayout.SHARDED_BY_SAMPLE if cut else self._require_layout(index)
+        layout = BatchLayout.REPLICATED if self.is_whole else self.layout(index)
+        if layout is BatchLayout.UNKNOWN or (layout is BatchLayout.SHARDED_BY_SAMPLE and cut is None):
+            raise PolylaneError(
+                f"how the parts of the batch make up {self._find_name(index)} is not known, so that its value is not "
+                "known under this plan: compute it from values that have a row for each sample"
+            )
         for part, outputs in self.parts:
             value = outputs[index].to(wire)
             if cut is not None:
@@ -116,23 +121,6 @@ class StepOutputs:
 
     def _find_name(self, index: int) -> str:
         return str(self._nodes[index].meta.get("name"))
-
-    def _require_layout(self, index: int) -> BatchLayout:
-        """Return how the parts of a batch make up an output that has no rows of samples.
-
-        Raises:
-            PolylaneError: this is not known.
-        """
-        if self.is_whole:
-            return BatchLayout.REPLICATED
-        name = self._find_name(index)
-        layout = self._derive().batch_layouts.get(name, BatchLayout.UNKNOWN)
-        if layout in (BatchLayout.UNKNOWN, BatchLayout.SHARDED_BY_SAMPLE):
-            raise PolylaneError(
-                f"how the parts of the batch make up {name} is not known, so that its value is not "
-                "known under this plan: compute it from values that have a row for each sample"
-            )
-        return layout
 
     def _find_whole_cut(self, index: int, shape: Sequence[int]) -> SampleCut | None:
         """Return along which dimension an output has its samples; None: it has none, or not in equal runs."""

@@ -105,7 +105,7 @@ class NoiseMeter:
     def _build_squares(self, executor: Executor, update: ObjectiveUpdate) -> PartSquares:
         program = executor.program
         couples = couples_replicas(self._plan, program.partition.graph, executor.is_batch_sharded)
-        layout = lay_out_parts(self._plan, program, couples, executor.is_replica_local)
+        layout = lay_out_parts(self._plan, program.microbatches, couples, executor.is_replica_local)
         own_python = (node for node in program.partition.graph.nodes if node.is_own_python)
         sums = find_partial_sums(
             self._plan, program, layout.is_joint, {name for node in own_python for name in node.parameters}

@@ -66,18 +66,18 @@ class PartLayout:
         return tuple(counts)
 
 
-def lay_out_parts(plan: Plan, program: Program, couples_replicas: bool, replica_local: bool) -> PartLayout:
-    """Return the parts of the batches of a program.
+def lay_out_parts(plan: Plan, microbatches: int, couples_replicas: bool, replica_local: bool) -> PartLayout:
+    """Return the parts of a plan's batches.
 
     Args:
         plan: the plan of the training.
-        program: this worker's program of the step.
+        microbatches: number of microbatches of the batch.
         couples_replicas: whether a gradient depends on samples of other replicas, see :func:`couples_replicas`.
         replica_local: whether replicas do not sum gradients with each other in this step.
     """
     is_joint = couples_replicas or plan.has_uneven_replicas
     pooled = (replica_local or plan.sync.has_servers) and plan.data > 1
-    return PartLayout(program.microbatches, plan.data, not (is_joint or plan.takes_turns), pooled, is_joint)
+    return PartLayout(microbatches, plan.data, not (is_joint or plan.takes_turns), pooled, is_joint)
 
 
 def couples_replicas(plan: Plan, graph: Graph, batch_is_sharded: bool) -> bool:
@@ -161,26 +161,21 @@ def why_not_measured(plan: Plan, couples_replicas: bool) -> str | None:
         plan: the plan of the training.
         couples_replicas: whether a gradient depends on samples of other replicas, see :func:`couples_replicas`.
     """
-    has_pools = plan.data > 1 and (plan.sync.is_replica_local or plan.sync.has_servers)
+    layout = lay_out_parts(plan, plan.microbatches, couples_replicas, plan.sync.is_replica_local)
     if plan.is_asynchronous:
         return (
             f"schedule={plan.schedule}: stages update at different times, so that no batch's gradient is of one set of "
             "weights: take a schedule that waits"
         )
-    if plan.sync.compress is not None and not has_pools:
+    if plan.sync.compress is not None and not layout.has_pools:
         return "sync.compress: what replicas sum are not their gradients, but what is left of them: leave it out"
-    is_joint = couples_replicas or plan.has_uneven_replicas
-    parts = plan.microbatches * (1 if has_pools or plan.takes_turns or is_joint else plan.data)
-    if plan.takes_turns and has_pools:
-        parts = plan.microbatches // plan.data
-    if parts < 2 and couples_replicas:
+    if layout.parts // layout.pools >= 2:
+        return None
+    if couples_replicas:
         return (
             "the loss, or a batch normalization, couples the samples of replicas, whose gradients are not independent "
             "then: take 2 or more microbatches, which are compared as wholes"
         )
-    if parts < 2:
-        return (
-            "the batch's gradient is computed as one, so that there are no parts of it to compare: take 2 or more "
-            + ("microbatches, since replicas do not sum theirs" if has_pools else "microbatches or replicas")
-        )
-    return None
+    return "the batch's gradient is computed as one, so that there are no parts of it to compare: take 2 or more " + (
+        "microbatches, since replicas do not sum theirs" if layout.has_pools else "microbatches or replicas"
+    )

@@ -23,7 +23,7 @@ from polylane.observe.timeline import Timeline
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.progress_page import OUTER_PHASES
 from polylane.runtime.span_clock import TimedSpan
-from polylane.runtime.step_result import STEPS_KEPT, StepResult, StepState
+from polylane.runtime.step_result import STEPS_KEPT, Groups, StepResult, StepState
 from polylane.runtime.sync.objective_update import ObjectiveUpdate
 from polylane.runtime.telemetry.noise_meter import NoiseMeter
 from polylane.runtime.telemetry.observed_steps import ObservedSteps
@@ -139,11 +139,18 @@ class StepsInFlight:
     def __init__(self, telemetry: Telemetry) -> None:
         self._results, self._telemetry = deque[StepResult](), telemetry
         self.spans = deque[tuple[TimedSpan, ...]](maxlen=STEPS_KEPT)
+        self._latest: StepResult | None = None
 
     def add(self, result: StepResult, spans: Iterable[TimedSpan]) -> None:
         """Add the result of a step that has been made, and this worker's spans of it."""
         self._results.append(result)
         self.spans.append(tuple(spans))
+        self._latest = result
+
+    @property
+    def groups(self) -> Groups:
+        """The groups of ranks of the latest step's reduces; none before the first step."""
+        return {} if self._latest is None else self._latest.groups
 
     def limit(self, count: int) -> None:
         """Wait until fewer than ``count`` steps are in flight."""

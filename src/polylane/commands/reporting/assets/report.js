@@ -147,7 +147,7 @@ function marks(events) {
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
-      ctx.fillText("↻", x + 3, bbox.top + 12 * devicePixelRatio);
+      ctx.fillText(event.mark, x + 3, bbox.top + 12 * devicePixelRatio);
     }
     ctx.restore();
   } } };
@@ -300,7 +300,7 @@ function planText(run, number) {
   return el("div", {}, el("div", { class: "bar-tools" }, el("h3", {}, tag(number) + "plan.yaml"), button), block);
 }
 function environment(run, number) {
-  const rows = Object.entries(run.environment).map(([name, value]) => [name, Array.isArray(value) ? value.join(name === "command" ? " " : ", ") : String(value)]);
+  const rows = Object.entries(run.environment);
   return rows.length ? el("div", { class: "scroll" }, several() ? el("h3", {}, NAMES[number]) : "", el("table", {}, el("tbody", {},
     rows.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", { class: "words" }, value)))))) : "";
 }
@@ -321,7 +321,7 @@ function render() {
   const canLog = values.length > 0 && values.every(value => value > 0), thinned = data.runs.map(run => run.downsampled).filter(Boolean);
   const logButton = canLog ? el("div", { class: "bar-tools" }, el("button", { type: "button", "aria-pressed": String(state.log), id: "log",
     onclick: () => { state.log = !state.log; render(); document.getElementById("log").focus(); } }, "logarithmic loss")) : "";
-  const events = data.runs.flatMap((run, number) => run.events.map(event => el("li", {}, `${tag(number)}↻ ${event.text}`)));
+  const events = data.runs.flatMap((run, number) => run.events.map(event => el("li", {}, `${tag(number)}${event.mark} ${event.text}`)));
   const body = [
     several() ? compareFacts() : "",
     lanes(),
