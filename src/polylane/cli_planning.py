@@ -266,8 +266,8 @@ def advise(
             "--batches",
             metavar="B",
             min=1,
-            help="Batch size to compare. Repeatable. Default: that of the run's latest steps, and from a quarter of it to "
-            "32 times it by powers of two, to a quarter of the data at most.",
+            help="Batch size to compare. Repeatable. Default: that of the run's latest steps, times powers of two "
+            "from 1/4 to 32, to a quarter of the data at most.",
         ),
     ] = None,
     plan: _Fixed = None,

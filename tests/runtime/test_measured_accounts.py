@@ -21,15 +21,17 @@ PLANS = [
 ]
 
 
-def train_step(job: Job) -> Timeline:
+def train_step(job: Job) -> tuple[Timeline, Timeline]:
     job.step(batch_of(8))
-    return job.step(batch_of(8)).timeline
+    return job.step(batch_of(8)).timeline, job.timeline()
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_time_of_every_worker_is_told(plan: str) -> None:
-    (timeline, *_) = workers(train_step, mlp(6, 8, 8, 8, 4), plan)
+    ((timeline, gathered), *others) = workers(train_step, mlp(6, 8, 8, 8, 4), plan)
+    assert gathered.groups == timeline.groups and all(other.groups == timeline.groups for _, other in others)
     account = account_time(timeline)
+    assert account_time(gathered).shares() == pytest.approx(account.shares(), abs=1e-6)
     for rank, spent in enumerate(account.ranks):
         assert spent.computing > 0 and rank not in spent.waiting
         assert spent.computing + spent.communication + spent.bubble == pytest.approx(account.makespan, abs=1e-9)

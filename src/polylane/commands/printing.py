@@ -186,6 +186,12 @@ def format_duration(duration: float) -> str:
     return layout.format_duration(duration, "seconds", digits=3) if duration < EXACT else format_seconds(duration)
 
 
+def format_name(name: str) -> str:
+    """Return a name that the user chose as one line of letters that are seen, whatever it is made of."""
+    words = "".join(letter if letter.isprintable() else " " for letter in str(name))
+    return " ".join(words.split()) or "(no name)"
+
+
 def format_seconds(duration: float) -> str:
     """Return the time of a whole run, whose fractions nobody asks for: ``3.2 s``, ``4 min 05 s``, ``2 h 03 min``."""
     if duration < 100:

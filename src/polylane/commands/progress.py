@@ -12,7 +12,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from polylane.commands.printing import format_seconds
+from polylane.commands.printing import format_name, format_seconds
 from polylane.commands.running.option_groups import LOG_SECONDS
 from polylane.errors import format_plural
 
@@ -91,7 +91,7 @@ class Lines:
         """Print the result of an epoch."""
         tested = {"test loss": message["test_loss"], **message.get("metrics", {})}
         name, value = list(tested.items())[len(tested) > 1]
-        self._pace.metric = "" if value is None else f"{name} {value:.4f}"
+        self._pace.metric = "" if value is None else f"{format_name(name)} {value:.4f}"
         self.say(_epoch_line(message, self._epochs))
 
     def say(self, line: str) -> None:
@@ -183,7 +183,7 @@ def describe_test(loss: float | None, metrics: Mapping[str, float]) -> str:
     """Return the loss and the metrics of a test, as the continuation of a line; empty where nothing was tested."""
     if loss is None:
         return ""
-    return "".join(f", {name} {value:.4f}" for name, value in {"test loss": loss, **metrics}.items())
+    return "".join(f", {format_name(name)} {value:.4f}" for name, value in {"test loss": loss, **metrics}.items())
 
 
 def _epoch_line(message: dict[str, Any], epochs: int | None) -> str:

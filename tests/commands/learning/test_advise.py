@@ -52,8 +52,9 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = write_run(tmp_path, 100.0)
     steps = read_steps(run)
     assert steps.batch == 8 and steps.samples_per_second == 100.0
-    assert steps.noise.scale == pytest.approx(100, rel=0.2) and steps.noise.batches == 59
-    assert steps.deciding_noise is steps.noise
+    assert steps.noise.plain.scale == pytest.approx(100, rel=0.2) and steps.noise.plain.batches == 59
+    assert steps.noise.deciding is steps.noise.plain and steps.measured_sizes == [8]
+    assert steps.rate_factor is None and steps.learning_rate == 0.1
     assert read_options(run).settings == ("width=12",)
 
 
@@ -85,8 +86,59 @@ def test_a_table_for_this_machine(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["advise", str(write_run(tmp_path, 100.0)), "--batches", "8", "--batches", "16"])
     assert result.exit_code == 0, result.output
     assert (
-        "8 *" in result.output and "Best: batches of" in result.output and "Measured in the run: 100" in result.output
+        "8 *" in result.output
+        and "Best: batches of" in result.output
+        and "Measured in the run with batches of 8: 100 samples/s." in result.output
+        and "price" not in result.output  # what this machine costs is not known
     )
+
+
+def write_grown_run(folder: Path, sizes: tuple[int, ...], measured: int = 5) -> Path:
+    """Write a run whose batch changes every 30 steps, of which some are measured; the last one is of a short batch."""
+    run, generator, lines = write_run(folder, 100.0), np.random.default_rng(1), list[dict[str, Any]]()
+    for number, size in enumerate(sizes):
+        if number:
+            change = {"step": 30 * number, "size": size, "noise_scale": 90.0, "gain": 1.1, "rate_factor": 1.5 * number}
+            lines.insert(len(lines) - 2, {"batch": change})  # steps are written some steps later
+        for step in range(30 * number + 1, 30 * number + 31):
+            line: dict[str, Any] = {"step": step, "samples": size, "samples_per_second": 10.0 * size}
+            line |= {"learning_rate": 0.1 * max(1.5 * number, 1)}
+            if step % measured == 0:
+                line["noise"] = {"step_g2": float(generator.normal(1, 0.1)), "step_s": float(generator.normal(100, 5))}
+            lines.append(line)
+    lines.append({**lines[-1], "step": lines[-1]["step"] + 1, "samples": 3})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+@pytest.mark.parametrize("sizes", [(8, 16, 32), (32, 16)])
+def test_a_batch_that_changed_is_told_as_it_was(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    """Steps, sizes, batch, speed and learning rate are those of the file, and a factor is of the present rate."""
+    run = write_grown_run(tmp_path, sizes)
+    steps = read_steps(run)
+    assert steps.batch == sizes[-1] and steps.samples_per_second == 10.0 * sizes[-1]
+    assert steps.measured_sizes == [3, *sorted(sizes)] and steps.noise.deciding.batches == 6 * len(sizes)
+    factor = 1.5 * (len(sizes) - 1)
+    assert steps.rate_factor == factor and steps.learning_rate == pytest.approx(0.1 * factor)
+    answer = advise(run, "--cluster", "1:h100-80g", "--batches", sizes[-1], "--batches", 4 * sizes[-1])
+    words = " ".join(answer["words"])
+    assert answer["batch"] == sizes[-1]
+    assert f"from {6 * len(sizes)} measured steps of 3 to {max(sizes)} samples." in words
+    assert f"changed the batch from 8 to {sizes[-1]} samples" in words and f"is {factor:.2f} times what" in words
+    best = answer["batches"][0]
+    if best["batch"] == sizes[-1]:
+        assert "The learning rate stays as it is." in words
+    else:
+        assert f"({0.1 * factor:.4g} in the latest step) becomes × {best['gain']:.2f} with SGD" in words
+
+
+def test_the_largest_batch_is_a_quarter_of_the_data(tmp_path: Path) -> None:
+    run = write_run(tmp_path, 1e5)
+    options = json.loads((run / "run.json").read_text()) | {"population": 150}
+    (run / "run.json").write_text(json.dumps(options))
+    answer = advise(run, "--cluster", "1:h100-80g")
+    assert {row["batch"] for row in answer["batches"]} == {2, 4, 8, 16, 32}
+    assert "more than a quarter of the 150 samples of an epoch" in " ".join(answer["words"])
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:

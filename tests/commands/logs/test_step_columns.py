@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from polylane.commands.logs.step_columns import SHARES, StepColumns, count_tokens, find_product_dtype, step_flops
+from polylane.commands.logs.step_columns import SHARES, StepColumns, find_product_dtype, step_flops
 from polylane.plan.spec import parse
 from polylane.runtime.job import Job
 from polylane.runtime.telemetry.matmul_rate import measure_matmul_rate
@@ -65,13 +65,6 @@ def test_the_device_is_measured_in_the_dtype_of_the_products(plan: str, dtype: t
     chosen: Any = SimpleNamespace(precision=parse(plan).precision)
     assert find_product_dtype(chosen, model) is dtype
     assert measure_matmul_rate(torch.device("cpu"), dtype) > 0
-
-
-def test_tokens_are_whole_numbers_with_several_to_a_sample() -> None:
-    words, labels, pixels = torch.zeros(4, 7, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), torch.rand(4, 9)
-    assert count_tokens([words, words[:, 1:], labels, pixels], samples=12) == 84
-    assert count_tokens([pixels, labels, "text", None], samples=12) == 0
-    assert count_tokens([torch.zeros(0, 7, dtype=torch.int64)], samples=12) == 0
 
 
 def test_what_is_not_known_is_left_out() -> None:

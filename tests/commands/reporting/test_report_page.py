@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import re
+import shlex
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from polylane.cli import app
+from polylane.commands.progress import describe_test
 from polylane.commands.reporting import curves
 from polylane.commands.reporting.page_lanes import MOST_RANKS, count_traffic
 from polylane.commands.reporting.page_verdict import describe_changes, find_verdict, rate_other_batches
@@ -41,7 +43,8 @@ def test_the_page_has_all_parts_of_a_run(tmp_path: Path) -> None:
     assert [picture["key"] for picture in run["pictures"]] == ["typical", "slowest", "first", "last"]
     assert run["predicted"] and run["theory"] and run["pictures"][0]["headline"].endswith("the typical step")
     assert {"loss", "metrics", "learning_rate", "gradient_norm", "noise", "throughput"} <= run["charts"].keys()
-    assert run["events"] == [{"step": 30, "text": "resumed at step 30, 4 workers, plan changed to data=2,pipeline=2"}]
+    text = "resumed at step 30, 4 workers, plan changed to data=2,pipeline=2"
+    assert run["events"] == [{"step": 30, "text": text, "mark": "↻"}]
     assert run["memory"]["measured"] == [(1 << 28) + rank * (1 << 20) for rank in range(4)]
     assert len(run["memory"]["predicted"]) == 4 and run["goodput"]["wall"] == 100
     assert {kind for kind, _ in run["traffic"]} >= {"gradients between replicas", "values to other stages"}
@@ -87,7 +90,7 @@ def test_every_word_of_the_users_is_data(tmp_path: Path) -> None:
     page = write_report(write_run(tmp_path / "run", name=HOSTILE)).read_text()
     assert "alert(" not in page and page.count("<script") == 4
     (run,) = data_of(page)["runs"]
-    assert run["recipe"] == HOSTILE and HOSTILE in run["charts"]["metrics"]
+    assert run["recipe"] == HOSTILE and HOSTILE.strip() in run["charts"]["metrics"]  # in one line
     folder = tmp_path / "<b>&'name"
     assert "<title>&lt;b&gt;&amp;&#x27;name · polylane</title>" in build_page([write_run(folder)])
 
@@ -139,7 +142,7 @@ def test_a_batch_that_grows_is_an_event(tmp_path: Path) -> None:
         file.write(json.dumps({"batch": change}) + "\n")
     (run,) = data_of(build_page([folder]))["runs"]
     assert run["missing"] == []  # a line that is known
-    assert run["events"][-1] == {"step": 40, "text": "batches of 128 samples after step 40"}
+    assert run["events"][-1] == {"step": 40, "text": "batches of 128 samples after step 40", "mark": "⇕"}
     assert [event["step"] for event in run["events"]] == [30, 40]
 
 
@@ -201,7 +204,41 @@ def test_batches_are_rated_by_the_noise_scale(tmp_path: Path) -> None:
 def test_the_noise_is_that_of_the_gradients_as_adam_divides_them() -> None:
     plain = {"scale": 300.0, "low": 200.0, "high": 500.0}
     assert read_noise({"noise": plain}) == plain and read_noise({}) == read_noise({"noise": "y"}) == {}
-    assert read_noise({"noise": {**plain, "adam": {"scale": 20.0}}}) == {"scale": 20.0}
+    for batches in (0, 9):  # before its second batch there is no mean of it
+        adam = {"scale": 20.0, "batches": batches}
+        assert read_noise({"noise": {**plain, "adam": adam}})["scale"] == (20 if batches else 300)
+
+
+def test_other_batches_are_rated_beside_the_run_s_and_not_beside_a_short_one(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    noise = {"g2": 0.1, "s": 20.0, "scale": 300.0, "low": 200.0, "high": 400.0}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 61, "samples": 5, "noise": noise}) + "\n")
+    assert rate_other_batches(read_run(folder))["batch"] == 64
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"batch": {"step": 60, "size": 32, "rate_factor": 0.5}}) + "\n")
+        file.write(json.dumps({"step": 62, "samples": 32, "noise": noise}) + "\n")
+    assert rate_other_batches(read_run(folder))["batch"] == 32
+
+
+def test_the_command_line_is_one_that_a_shell_takes(tmp_path: Path) -> None:
+    folder, command = write_run(tmp_path / "run"), ["polylane", "train", "a file.py", "--set", "name='x' \"y\" $z"]
+    predicted = json.loads((folder / "predicted.json").read_text())
+    predicted["environment"]["command"] = command
+    (folder / "predicted.json").write_text(json.dumps(predicted))
+    (run,) = data_of(build_page([folder]))["runs"]
+    assert shlex.split(run["environment"]["command"]) == command
+    assert run["environment"]["devices"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("a\nb", "a b"), ("", "(no name)"), ("\t ", "(no name)"), ("x\u202ey", "x y"), ("größe", "größe")],
+)
+def test_names_of_metrics_are_one_line_that_is_seen(tmp_path: Path, name: str, shown: str) -> None:
+    (run,) = data_of(build_page([write_run(tmp_path / "run", name=name)]))["runs"]
+    assert list(run["charts"]["metrics"]) == [shown] and shown in dict(run["facts"])
+    assert describe_test(0.5, {name: 0.25}) == f", test loss 0.5000, {shown} 0.2500"
 
 
 def test_bytes_are_counted_once(tmp_path: Path) -> None:

@@ -167,7 +167,14 @@ def test_parts_of_different_sizes(plan: str, microbatches: int, replicas: int) -
         assert_alike(readings, expected)
 
 
-@pytest.mark.parametrize("plan", ["data=2", "pipeline=2,microbatches=2", "tensor=2,data=2", "tensor=2,microbatches=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *("data=2", "pipeline=2,microbatches=2", "tensor=2,data=2", "tensor=2,microbatches=2"),
+        *("data=2,shard=optimizer", "data=2,shard=gradients", "data=2,pipeline=2,microbatches=1,shard=gradients"),
+        "data=2,tensor=2,shard=optimizer",
+    ],
+)
 def test_as_adam_divides_gradients(plan: str) -> None:
     batches = [batch_of(SAMPLES, step) for step in range(8)]
     model = mlp(6, 12, 12, 4)
@@ -176,11 +183,21 @@ def test_as_adam_divides_gradients(plan: str) -> None:
         assert_alike(readings, expected)
 
 
-def test_zero_has_no_preconditioned_noise() -> None:
+@pytest.mark.parametrize("plan", ["data=4,shard=optimizer", "data=4,shard=gradients,within=2"])
+def test_as_adam_divides_gradients_of_which_replicas_have_shards(plan: str) -> None:
+    batches = [batch_of(SAMPLES, step) for step in range(8)]
+    model = mlp(6, 12, 12, 4)
+    expected = plain_estimates(model, batches, every(SAMPLES, 4), build=adamw)
+    for readings in workers(lambda job: measure(job, batches), model, plan, example=batches[0], optimizer=adamw):
+        assert_alike(readings, expected)
+
+
+def test_shards_of_parameters_have_no_preconditioned_noise() -> None:
+    """Whole divisors would need the memory of whole parameters, which no worker has."""
     batches = [batch_of(SAMPLES, step) for step in range(8)]
     model = mlp(6, 12, 12, 4)
     readings = workers(
-        lambda job: measure(job, batches), model, "data=2,shard=optimizer", example=batches[0], optimizer=adamw
+        lambda job: measure(job, batches), model, "data=2,shard=parameters", example=batches[0], optimizer=adamw
     )[0]
     assert all(r is not None and r.estimate() and r.estimate(preconditioned=True) is None for r in readings)
 
@@ -227,6 +244,20 @@ def test_what_cannot_be_measured_is_refused_with_the_reason(plan: str, reason: s
         return str(raised.value)
 
     assert all(reason in sentence for sentence in workers(turn_on, mlp(6, 12, 12, 4), plan))
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_replicas_that_share_statistics_and_not_gradients_are_refused(microbatches: int) -> None:
+    """A part would be a whole microbatch, of whose gradient servers get the summands one by one."""
+
+    def turn_on(job: Job) -> str:
+        with pytest.raises(PolylaneError) as raised:
+            job.worker.telemetry.noise.turn_on()  # type: ignore[union-attr]
+        return str(raised.value)
+
+    plan = f"data=2,microbatches={microbatches},servers=1"
+    sentences = workers(turn_on, normalized(), plan, example=batch_of(SAMPLES))[:2]
+    assert all("each sends its own gradient" in sentence for sentence in sentences)
 
 
 def test_training_is_the_same_beside_it() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polylane.commands.printing import format_name
 from polylane.commands.reporting import curves
 from polylane.commands.reporting.page_lanes import count_traffic, draw_lanes, stages_of
 from polylane.commands.reporting.page_verdict import describe_changes, find_verdict, rate_other_batches
@@ -102,12 +103,6 @@ def _describe_environment(run: RunFiles) -> dict[str, str]:
     return rows
 
 
-def _label(name: Any) -> str:
-    """Return a name of the user's as one line that a reader sees, whatever it is made of."""
-    words = "".join(letter if letter.isprintable() else " " for letter in str(name).replace("_", " "))
-    return " ".join(words.split()) or "(no name)"
-
-
 def _find_stages(run: RunFiles) -> list[Any]:
     """Return the stages as they were described before the run, or as a timeline has them."""
     stages = [_clean_stage(stage) for stage in map(read_mapping, read_list(run.predicted.get("stages")))]
@@ -153,7 +148,7 @@ def _collect_epochs(run: RunFiles, read: Any) -> dict[str, Any]:
     for name in names:
         curve = curves.read_curve(run.epochs, lambda line, key=name: (read(line) or {}).get(key))  # type: ignore[misc]
         if curve[0]:
-            chart[_label(name)] = _pack(curve) | {"points": True}
+            chart[format_name(name).replace("_", " ")] = _pack(curve) | {"points": True}
     return chart
 
 
@@ -234,8 +229,8 @@ def _collect_facts(run: RunFiles) -> list[list[str]]:
         facts += [["samples/s, median", f"{speeds[len(speeds) // 2]:,.5g}"]] if speeds else []
     for name in ("test_loss", "metrics"):
         value = run.epochs[-1].get(name) if run.epochs else None
-        values = value if isinstance(value, dict) else {name: value}
-        numbers = {_label(key): curves.read_number(number) for key, number in values.items()}
+        values = value if isinstance(value, dict) else {name.replace("_", " "): value}
+        numbers = {format_name(key): curves.read_number(number) for key, number in values.items()}
         facts += [[key, f"{number:.5g}"] for key, number in numbers.items() if number is not None]
     if run.attempts:
         began = curves.read_number(run.attempts[0].get("began"))

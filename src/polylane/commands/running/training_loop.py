@@ -77,10 +77,8 @@ class RecipeLoop:
         tell = self._callbacks.listen(tell)
         self._log = StepLog(tell, lambda: job.worker.slack, columns, NoiseLog(training.population))
         self._follower = open_follower(job, request.rates, training.population, self._log.noise, tell)
-        self._stops, self._token_leaves = (
-            request.on_nan == "stop",
-            find_token_leaves(prepared.main_partition.graph.code.fx),
-        )
+        self._stops = request.on_nan == "stop"
+        self._token_leaves = find_token_leaves(prepared.main_partition.graph.code.fx)
         resumes = request.resume_from is not None
         takers = self._log, self._callbacks, self._follower
         saved, changed = _load_checkpoint(job, training, *takers) if resumes else (None, [])

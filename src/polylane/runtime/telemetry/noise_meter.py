@@ -114,9 +114,7 @@ class NoiseMeter:
         counted = frozenset(name for name in update.full_parameters if is_first and speaks_for(name))
         preconditioner: AdamPreconditioner | None = None
         if divides_gradients(update.optimizer):
-            preconditioner = AdamPreconditioner(
-                update.optimizer, update.local_parameters, update.full_parameters, update.sums
-            )
+            preconditioner = AdamPreconditioner(update, self._local_model.transport)
             preconditioner.begin_step()
         return PartSquares(
             layout,
@@ -147,10 +145,11 @@ class NoiseMeter:
         gradients = {n: g for n in names if (g := update.local_parameters[n].grad) is not None}
         # Replicas count the same where all sum their gradients.
         pool, copies = (self._replica, 1) if layout.has_pools else (0, update.copies)
-        for row, precondition in enumerate((None, squares.precondition)):
-            if gradients and (row == 0 or precondition is not None):
-                scaled = [g if precondition is None else divide(g, precondition(n)) for n, g in gradients.items()]
-                self._totals[row, pool] = torch.stack([norm(g) for g in scaled]).double().square().sum() / copies
+        kinds = [list(gradients.values())]
+        if (precondition := squares.precondition) is not None:
+            kinds.append([divide(g, precondition.divide_local(n)) for n, g in gradients.items()])
+        for row, values in enumerate(kinds if gradients else []):
+            self._totals[row, pool] = torch.stack([norm(value) for value in values]).double().square().sum() / copies
         self._cost += squares.seconds + time.perf_counter() - began
 
     def collect(self, executor: Executor, state: StepState) -> tuple[Tensor, NoiseReading] | None:

@@ -169,6 +169,11 @@ def why_not_measured(plan: Plan, couples_replicas: bool) -> str | None:
         )
     if plan.sync.compress is not None and not layout.has_pools:
         return "sync.compress: what replicas sum are not their gradients, but what is left of them: leave it out"
+    if layout.is_joint and layout.has_pools:
+        return (
+            "the loss, or a batch normalization, couples the samples of replicas, and each sends its own gradient to "
+            "the servers, so that nobody has that of a microbatch: leave out servers="
+        )
     if layout.parts // layout.pools >= 2:
         return None
     if couples_replicas:

@@ -9,7 +9,7 @@ until the ranks with the others have summed it. A parameter counts on one worker
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -21,11 +21,9 @@ from polylane.graph.sparse_gradients import densify
 from polylane.runtime.connections.byte_counters import NORMS
 from polylane.runtime.sync.flat_packing import flatten_tensors, split_views
 from polylane.runtime.telemetry.part_layout import PartialSum, PartLayout
+from polylane.runtime.telemetry.preconditioner import AdamPreconditioner
 from polylane.runtime.transport.protocol import Transport
 from polylane.schedule.action import WEIGHT_PASSES, Action
-
-# Returns by what a gradient is divided, element by element, before it is squared; None where that is not known.
-Precondition = Callable[[str], Tensor | None]
 
 
 class PartSquares:
@@ -43,7 +41,7 @@ class PartSquares:
 
     Attributes:
         layout: the parts of the batch.
-        precondition: the function that returns divisors of gradients, or None.
+        precondition: returns the divisors of gradients; None where there is no second measure.
         seconds: time that measuring has taken so far.
     """
 
@@ -56,7 +54,7 @@ class PartSquares:
         sums: Sequence[PartialSum],
         transport: Transport,
         device: torch.device,
-        precondition: Precondition | None = None,
+        precondition: AdamPreconditioner | None = None,
     ) -> None:
         self.layout, self._replica, self._parameters, self._counted = layout, replica, parameters, counted
         self._sums, self._transport, self.precondition = sums, transport, precondition

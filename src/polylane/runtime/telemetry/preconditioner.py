@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polylane.runtime.parameters.optimizer import SumOverMesh
+from polylane.runtime.connections.byte_counters import NORMS
+from polylane.runtime.parameters.zero_shards import FlatBuffer
+from polylane.runtime.sync.objective_update import ObjectiveUpdate
+from polylane.runtime.transport.protocol import Transport
 
 # Second moments of fewer steps say little: before that nothing is preconditioned.
 FEWEST_STEPS = 5
@@ -32,52 +35,73 @@ class AdamPreconditioner:
     """Returns by what an optimizer divides the gradients of a parameter.
 
     Args:
-        optimizer: the optimizer of this worker's parameters, with a state for each once it has made a step.
-        parameters: what it steps on, by canonical name.
-        full_parameters: the same in the shapes that passes compute with; where ZeRO has cut one of them, the state
-            of the whole is on no worker, and nothing is known.
-        sums: sums of numbers of parameters over all of their shards.
+        update: of the objective whose gradients are divided, with a state for each parameter once it has made a step.
+            Under ZeRO-1 and -2 its parts of parameters have one, and the divisors of whole ones are gathered.
+        transport: connects all training workers; the shard groups are among its groups.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, nn.Parameter],
-        full_parameters: Mapping[str, nn.Parameter],
-        sums: SumOverMesh,
-    ) -> None:
-        self._optimizer, self._parameters = optimizer, parameters
-        self._full_parameters = full_parameters
-        self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        self._divisors: dict[str, Tensor] = {}
-        self._sums, self._means = sums, dict[str, Tensor]()
+    def __init__(self, update: ObjectiveUpdate, transport: Transport) -> None:
+        self._update, self._transport = update, transport
+        self._groups = {id(p): group for group in update.optimizer.param_groups for p in group["params"]}
+        self._means = dict[str, Tensor]()
+        self._divisors, self._gathered = dict[str, Tensor | None](), dict[str, Tensor]()
 
     def begin_step(self) -> None:
-        """Learn the mean second moments of whole parameters; collective over the workers of a replica."""
-        states = {name: self._optimizer.state.get(parameter, {}) for name, parameter in self._parameters.items()}
-        squares = {name: state["exp_avg_sq"] for name, state in states.items() if "exp_avg_sq" in state}
+        """Learn what other workers have of whole parameters' second moments; collective over all that have some."""
+        state, parameters = self._update.optimizer.state, self._update.local_parameters
+        states = {name: state.get(parameter, {}) for name, parameter in parameters.items()}
+        squares = {name: values["exp_avg_sq"] for name, values in states.items() if "exp_avg_sq" in values}
         device = next((square.device for square in squares.values()), torch.device("cpu"))
         rows = torch.zeros(len(squares), 2, dtype=torch.float64, device=device)
         for row, square in zip(rows, squares.values(), strict=True):
             row[0], row[1] = square.sum(dtype=torch.float64), square.numel()
-        totals = self._sums([self._parameters[name] for name in squares], rows)
+        totals = self._update.sums([parameters[name] for name in squares], rows)
         self._means = {name: total / count for name, (total, count) in zip(squares, totals, strict=True)}
+        # ZeRO-3 has whole parameters one unit at a time: their divisors would be as large as all of them.
+        if not self._update.shards.keeps_only_shards:
+            for flat in self._update.shards.flat_buffers:
+                if any(name in self._update.full_parameters for name in flat.unit.parameters):
+                    self._gather(flat)
+
+    def _gather(self, flat: FlatBuffer) -> None:
+        """Gather the divisors of a unit's whole parameters; NaN where one is not known."""
+        dtype, parts = torch.promote_types(flat.shard.dtype, torch.float32), list[Tensor]()
+        for name, part in flat.optimizer_parts.items():
+            if part is not None:
+                divisor = self.divide_local(name)
+                unknown = flat.shard.new_full((part.end - part.begin,), torch.nan, dtype=dtype)
+                parts.append(unknown if divisor is None else divisor.to(dtype).reshape(-1))
+        shard = torch.cat(parts) if parts else flat.shard.new_empty(0, dtype=dtype)
+        counters, start_bytes = self._transport.counters, self._transport.counters.sent
+        whole = self._transport.all_gather(shard, flat.ranks, flat.sizes).wait()
+        # Norms say nothing of what replicas must agree on, which theory knows.
+        counters.move_sent("all_gather", NORMS, counters.sent - start_bytes)
+        for name, parameter, (begin, end) in zip(flat.unit.parameters, flat.parameters, flat.spans, strict=True):
+            self._gathered[name] = whole[begin:end].view(parameter.shape)
 
     def __call__(self, name: str) -> Tensor | None:
-        """Return the divisor of a parameter's gradient, of its shape; None where there is none, or not yet.
+        """Return the divisor of a whole parameter's gradient, of its shape; None where there is none, or not yet.
 
         Args:
             name: canonical name of the parameter.
         """
-        parameter = self._parameters.get(name)
-        if parameter is None or parameter is not self._full_parameters.get(name):
-            return None
-        if name not in self._divisors and (divisor := self._divide(name, parameter)) is not None:
-            self._divisors[name] = divisor
-        return self._divisors.get(name)
+        if name in self._update.shards.buffer_of:
+            return self._gathered.get(name)
+        return self.divide_local(name)
+
+    def divide_local(self, name: str) -> Tensor | None:
+        """Return the divisor of what this worker's optimizer has of a parameter; None where there is none, or not yet.
+
+        Args:
+            name: canonical name of the parameter.
+        """
+        if name not in self._divisors:
+            parameter = self._update.local_parameters.get(name)
+            self._divisors[name] = None if parameter is None else self._divide(name, parameter)
+        return self._divisors[name]
 
     def _divide(self, name: str, parameter: nn.Parameter) -> Tensor | None:
-        state: Mapping[str, Any] = self._optimizer.state.get(parameter, {})
+        state: Mapping[str, Any] = self._update.optimizer.state.get(parameter, {})
         group = self._groups.get(id(parameter))
         squares = state.get("exp_avg_sq")
         if group is None or squares is None or squares.shape != parameter.shape:
