@@ -118,6 +118,13 @@ def _without_weights(recipe: Recipe) -> Any:
         return inputs.build_model(recipe, seed=0)
 
 
+def tokens_per_sample(problem: TrainingProblem, graph: Graph) -> int:
+    """Return the tokens of one sample of the example batch; 0 where it has none."""
+    from polylane.graph.nodes.token_leaves import count_tokens, find_token_leaves
+
+    return count_tokens(problem.flat_example[0], find_token_leaves(graph.code.fx), samples=1)
+
+
 def model_flops(graph: Graph, batch: int) -> float:
     """Return the FLOPs of a step that the model itself needs: three times those of its forward pass.
 

@@ -38,7 +38,6 @@ def run(request: SimulateRequest) -> None:
     from polylane.auto.choose import announce_best
     from polylane.cluster.spec import load_or_parse
     from polylane.cost.predict import predict
-    from polylane.graph.nodes.token_leaves import count_tokens, find_token_leaves
     from polylane.observe.swimlane import render as swimlane
     from polylane.plan.plan import Plan
     from polylane.planner.find_order import find_order
@@ -75,7 +74,7 @@ def run(request: SimulateRequest) -> None:
     drawn = request.html is not None or request.svg is not None
     prediction = predict(basis, partition, fitted, request.batch, every=drawn)
     facts = {"recipe": str(recipe.path), **summary(captured.graph, cluster, prediction, method)}
-    if tokens := count_tokens(problem.flat_example[0], find_token_leaves(captured.graph.code.fx), samples=1):
+    if tokens := planning.tokens_per_sample(problem, captured.graph):
         facts["tokens_per_second"] = prediction.samples_per_second * tokens
     facts |= {"chunks": fitted.most_chunks, "every": prediction.period}
     if prediction.served is not None:

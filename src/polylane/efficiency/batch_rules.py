@@ -51,6 +51,15 @@ def learning_rate_factor(rule: ScalingRule, noise: float, batch: float, base: fl
     return float(factor**power)
 
 
+def choose_rule(divides_gradients: bool) -> ScalingRule:
+    """Return the rule by which an optimizer's learning rate follows the batch.
+
+    Args:
+        divides_gradients: whether it divides gradients by their size, as Adam.
+    """
+    return "adascale-sqrt" if divides_gradients else "adascale"
+
+
 def learning_goodput(samples_per_second: float, noise: float, batch: float, base: float) -> float:
     """Return the throughput times the statistical efficiency: samples of batches of ``base`` that a second is worth.
 

@@ -79,7 +79,9 @@ def test_more_noise_asks_for_larger_batches(tmp_path: Path) -> None:
 def test_steps_of_adam_decide_by_the_gradients_that_it_divides(tmp_path: Path) -> None:
     answer = advise(write_run(tmp_path, 100.0, adam=500.0), "--cluster", "1:h100-80g", "--batches", 8, "--batches", 64)
     assert answer["adam_noise"]["scale"] == pytest.approx(500, rel=0.2) and "as Adam divides" in answer["words"][0]
-    assert answer["batches"][0]["efficiency"] == pytest.approx(508 / 564, rel=0.03)
+    best = answer["batches"][0]
+    assert best["efficiency"] == pytest.approx(508 / 564, rel=0.03)
+    assert f"by {best['gain'] ** 0.5:.2f}: the root of" in " ".join(answer["words"])
 
 
 def test_a_table_for_this_machine(tmp_path: Path) -> None:
@@ -88,7 +90,7 @@ def test_a_table_for_this_machine(tmp_path: Path) -> None:
     assert (
         "8 *" in result.output
         and "Best: batches of" in result.output
-        and "Measured in the run with batches of 8: 100 samples/s." in result.output
+        and "the run made 100 with batches of 8, by its own plan" in result.output
         and "price" not in result.output  # what this machine costs is not known
     )
 
@@ -129,7 +131,7 @@ def test_a_batch_that_changed_is_told_as_it_was(tmp_path: Path, sizes: tuple[int
     if best["batch"] == sizes[-1]:
         assert "The learning rate stays as it is." in words
     else:
-        assert f"({0.1 * factor:.4g} in the latest step) becomes × {best['gain']:.2f} with SGD" in words
+        assert f"({0.1 * factor:.4g} in the latest step) by {best['gain']:.2f}: AdaScale's gain." in words
 
 
 def test_the_largest_batch_is_a_quarter_of_the_data(tmp_path: Path) -> None:

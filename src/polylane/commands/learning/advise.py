@@ -20,7 +20,7 @@ from polylane.efficiency.batch_choice import (
     list_batches,
     rate_batches,
 )
-from polylane.efficiency.batch_rules import ScalingRule, learning_rate_factor
+from polylane.efficiency.batch_rules import ScalingRule, choose_rule, learning_rate_factor
 from polylane.efficiency.noise_window import NoiseScale
 from polylane.errors import PolylaneError, format_plural
 from polylane.plan.spec import shorten_plan
@@ -44,10 +44,12 @@ def run(request: AdviseRequest) -> None:
     base = steps.batch or options.batch
     ranked = rate_batches(_find_options(request, options, base), noise, base)
     words = [*_describe_run(options, steps, base), *_describe_best(options, noise, ranked, base)]
-    words += [_describe_rate(steps, ranked[0], base)]
+    rule = choose_rule(options.divides_gradients or steps.noise.is_divided)
+    words.append(_describe_rate(steps, ranked[0].option, noise.scale, rule, base))
+    measured = ""
     if steps.samples_per_second and request.cluster is None:
-        words.append(f"Measured in the run with batches of {base}: {steps.samples_per_second:,.0f} samples/s.")
-    words.append("The table's samples/s are predicted.")
+        measured = f"; the run made {steps.samples_per_second:,.0f} with batches of {base}, by its own plan"
+    words.append(f"The table's samples/s are predicted{measured}.")
     if request.json:
         printing.print_json(
             {
@@ -60,7 +62,7 @@ def run(request: AdviseRequest) -> None:
             }
         )
         return
-    _show(ranked, noise.scale, base)
+    _show(ranked, noise.scale, rule, base)
     for line in words:
         printing.console().print(line, markup=False)
 
@@ -172,8 +174,8 @@ def _to_dict(row: RatedBatch, scale: float, base: int) -> dict[str, Any]:
     return {**asdict(row.option), **{k: v for k, v in asdict(row).items() if k != "option"}, "learning_rate": rates}
 
 
-def _show(ranked: Sequence[RatedBatch], scale: float, base: int) -> None:
-    columns = ["batch", "plan", "workers", "samples/s", "efficiency", "95%", "goodput", "per step", "rate", "Adam's"]
+def _show(ranked: Sequence[RatedBatch], scale: float, rule: ScalingRule, base: int) -> None:
+    columns = ["batch", "plan", "workers", "samples/s", "efficiency", "95%", "goodput", "per step", "rate"]
     is_priced = any(row.option.price for row in ranked)
     grid = printing.make_table("Batches, the most progress in a second first", *columns, left=["plan"])
     if is_priced:
@@ -192,8 +194,7 @@ def _show(ranked: Sequence[RatedBatch], scale: float, base: int) -> None:
             "" if option.batch == base else f"{row.efficiency_low:.0%}-{row.efficiency_high:.0%}",
             f"{row.goodput:,.0f}",
             f"{row.gain:.2f}",
-            f"{learning_rate_factor('adascale', scale, option.batch, base):.2f}",
-            f"{learning_rate_factor('adascale-sqrt', scale, option.batch, base):.2f}",
+            f"{learning_rate_factor(rule, scale, option.batch, base):.2f}",
             *([f"{row.price_of_progress:.2g}"] if is_priced else []),
         )
     printing.print_table(printing.console(), grid)
@@ -245,15 +246,15 @@ def _describe_best(run: RunOptions, noise: NoiseScale, ranked: Sequence[RatedBat
     return words
 
 
-def _describe_rate(steps: FinishedSteps, best: RatedBatch, base: int) -> str:
+def _describe_rate(steps: FinishedSteps, best: BatchOption, scale: float, rule: ScalingRule, base: int) -> str:
     """Return how the learning rate follows to the best batch, in a sentence."""
-    if best.option.batch == base:
+    if best.batch == base:
         return "The learning rate stays as it is."
     latest = "" if steps.learning_rate is None else f" ({steps.learning_rate:.4g} in the latest step)"
-    factors = [f"× {best.gain**0.5:.2f} with Adam"]
-    if not steps.noise.is_divided:
-        factors.insert(0, f"× {best.gain:.2f} with SGD")
+    words = (
+        "AdaScale's gain" if rule == "adascale" else "the root of AdaScale's gain, as the optimizer divides gradients"
+    )
     return (
-        f"With batches of {best.option.batch} the run's learning rate{latest} becomes {', or '.join(factors)}, by "
-        f"AdaScale; in proportion to the batch it would be × {best.option.batch / base:.2f}."
+        f"With batches of {best.batch} multiply the run's learning rate{latest} by "
+        f"{learning_rate_factor(rule, scale, best.batch, base):.2f}: {words}."
     )

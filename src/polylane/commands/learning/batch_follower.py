@@ -8,6 +8,7 @@ from typing import Any
 from polylane.commands.learning.growing_batch import BatchChange, GrowingBatch
 from polylane.commands.learning_rates import LearningRateOptions
 from polylane.efficiency.batch_choice import FEWEST_EPOCH_STEPS
+from polylane.efficiency.batch_rules import choose_rule
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
 from polylane.runtime.checkpoint.save import Position
@@ -40,10 +41,8 @@ class BatchFollower:
         self._job, self._noise, self._tell, self._population = job, noise, tell, population
         self._reading: NoiseReading | None = None
         limit = max(population // FEWEST_EPOCH_STEPS, rates.batch)
-        optimizers = job.optimizer if isinstance(job.optimizer, list) else [job.optimizer]
-        divides = all(map(divides_gradients, optimizers))
         largest = min(rates.largest_batch or limit, limit)
-        self._growing = GrowingBatch(rates.batch, largest, "adascale-sqrt" if divides else "adascale")
+        self._growing = GrowingBatch(rates.batch, largest, choose_rule(divides_gradients(job.optimizer)))
 
     @property
     def batch(self) -> int:

@@ -28,7 +28,9 @@ class RunOptions:
         batch: number of samples of a step, at the start of the run.
         seed: of weights and of the order of samples.
         workers: number of workers of its plan.
-        population: number of samples of the training data; None for a stream.
+        population: number of samples of the training data, each of which an epoch has once; None for a stream, or a
+            sampler's own order.
+        divides_gradients: whether its optimizer divides gradients by their size, as Adam.
     """
 
     recipe: str
@@ -37,6 +39,7 @@ class RunOptions:
     seed: int
     workers: int
     population: int | None
+    divides_gradients: bool = False  # runs of before say nothing of it
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as plain data."""
@@ -51,7 +54,7 @@ class FinishedSteps:
         batch: number of samples of its latest full steps.
         samples_per_second: median throughput of the steps with that many samples; 0 where there are none.
         learning_rate: of its latest step, of the optimizer's first group; None where it has none.
-        noise: its noise scales.
+        noise: the noise scales of the latest steps in which they were measured.
         measured_sizes: numbers of samples of the steps that these are averaged over, ascending.
         rate_factor: by how much a batch that grows has multiplied the learning rates of the first steps; None with a
             fixed batch, or before its first change.

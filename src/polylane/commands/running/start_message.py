@@ -15,6 +15,7 @@ from polylane.plan import plan_file as plans
 from polylane.plan.plan import Plan
 from polylane.runtime.data.stream_state import keeps_state
 from polylane.runtime.job import Job
+from polylane.runtime.telemetry.preconditioner import divides_gradients
 
 
 def begin_message(
@@ -44,7 +45,7 @@ def begin_message(
         "kind": "begin",
         "plan": plans.dump(prepared.plan),
         "spec": prepared.plan.spec,
-        "options": _describe_options(training, prepared.plan),
+        "options": _describe_options(job, training),
         "workers": prepared.plan.processes,
         "device": str(job.world.device.type),
         "steps": total,
@@ -63,11 +64,11 @@ def begin_message(
     }
 
 
-def _describe_options(training: RecipeTraining, plan: Plan) -> dict[str, Any]:
+def _describe_options(job: Job, training: RecipeTraining) -> dict[str, Any]:
     """Return what run.json says of the run, from which it may be predicted again."""
-    request = training.request
+    request, divides = training.request, divides_gradients(job.optimizer)
     return RunOptions(
-        request.recipe, request.settings, request.batch, request.seed, plan.processes, training.population
+        request.recipe, request.settings, request.batch, request.seed, job.plan.processes, training.population, divides
     ).to_dict()
 
 

@@ -10,7 +10,7 @@ divided by ε otherwise, and count for more than all others: here each v has (1 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,10 @@ from polylane.runtime.transport.protocol import Transport
 FEWEST_STEPS = 5
 
 
-def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's groups are those of Adam, of its variants, or of an optimizer built like it."""
-    groups = optimizer.param_groups
+def divides_gradients(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> bool:
+    """Return whether all groups of one or more optimizers are those of Adam, of its variants, or built like it."""
+    optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    groups = [group for member in optimizers for group in member.param_groups]
     return bool(groups) and all("betas" in group and "eps" in group for group in groups)
 
 
@@ -73,11 +74,11 @@ class AdamPreconditioner:
                 parts.append(unknown if divisor is None else divisor.to(dtype).reshape(-1))
         shard = torch.cat(parts) if parts else flat.shard.new_empty(0, dtype=dtype)
         counters, start_bytes = self._transport.counters, self._transport.counters.sent
-        whole = self._transport.all_gather(shard, flat.ranks, flat.sizes).wait()
+        vector = self._transport.all_gather(shard, flat.ranks, flat.sizes).wait()
         # Norms say nothing of what replicas must agree on, which theory knows.
         counters.move_sent("all_gather", NORMS, counters.sent - start_bytes)
         for name, parameter, (begin, end) in zip(flat.unit.parameters, flat.parameters, flat.spans, strict=True):
-            self._gathered[name] = whole[begin:end].view(parameter.shape)
+            self._gathered[name] = vector[begin:end].view(parameter.shape)
 
     def __call__(self, name: str) -> Tensor | None:
         """Return the divisor of a whole parameter's gradient, of its shape; None where there is none, or not yet.
