@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +53,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
+        import random  # here: the command line, whose first import this package is, does not wait for it
+
         # An imported module may draw, as rich does, and the script would shuffle otherwise than without polylane.
         state = random.getstate()
         try:

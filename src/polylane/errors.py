@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 import traceback
 from collections.abc import Sequence
@@ -71,11 +72,20 @@ class WorkerFailed(Exception):
         self.source = source
         super().__init__(rank, error_type, error_message, traceback)
 
+    @property
+    def sentence(self) -> str:
+        """The message without its traceback, in one line."""
+        kind = f"{self.error_type}: " if self.traceback else ""
+        return clean_sentence(f"{self._head}: {kind}{self.error_message}")
+
+    @property
+    def _head(self) -> str:
+        return f"worker {self.rank} failed{describe_place(self.stage, self.microbatch, self.module, self.source)}"
+
     def __str__(self) -> str:
-        head = f"worker {self.rank} failed{describe_place(self.stage, self.microbatch, self.module, self.source)}"
         if self.traceback:
-            return f"{head}\n\n{self.traceback.rstrip()}"
-        return f"{head}: {self.error_message}"
+            return f"{self._head}\n\n{self.traceback.rstrip()}"
+        return f"{self._head}: {self.error_message}"
 
 
 class WorkerHung(WorkerFailed):
@@ -240,6 +250,22 @@ def describe_error(error: BaseException) -> str:
     """Return what was raised, on one line and shortened; of a :class:`PolylaneError` its sentence alone."""
     text = describe_message(error)
     return text if isinstance(error, PolylaneError) else f"{type(error).__name__}: {text}"
+
+
+# What to do about a file that the system does not write, by the number of its error.
+_REMEDIES = {
+    errno.ENOSPC: "free some space on that disk, or choose a folder on another one",
+    errno.EDQUOT: "free some space there, or choose a folder without that quota",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "make it writable, or choose another folder"),
+    errno.EROFS: "choose a folder on a disk that can be written to",
+}
+
+
+def describe_disk_error(error: OSError) -> str:
+    """Return why the system does not write a file, and what to do: ``No space left on device (free some ...)``."""
+    remedy = _REMEDIES.get(error.errno or 0, "")
+    return f"{error.strerror or error}" + (f" ({remedy})" if remedy else "")
 
 
 def describe_message(error: BaseException) -> str:

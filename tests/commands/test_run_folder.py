@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -20,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from polylane.commands.logs.file_names import MODEL, NAMES, UNFINISHED, WHY
+from polylane.commands.logs.file_names import METRICS, MODEL, NAMES, TIMELINE, UNFINISHED, WHY
 from polylane.commands.running.run_folder import RunFolder
 from polylane.errors import NotFinite, PolylaneError
 from polylane.observe.timeline import Timeline
@@ -387,9 +388,11 @@ def test_metrics_that_cannot_be_written_end_with_a_whole_line(tmp_path: Path) ->
 
     (told,) = fork_workers(lambda context: write(), 1)
     metrics = tmp_path / "x/metrics.jsonl"
+    reason = "cannot be written: File too large (raise the limit on the size of files (ulimit -f))"
     assert told == [
-        f"--run {tmp_path}/x: {metrics} cannot be written: File too large; training continues, and the metrics from "
-        "here on are lost"
+        f"--run {tmp_path}/x: {metrics} {reason}; training continues, and the metrics from here on are lost",
+        f"--run {tmp_path}/x: {metrics.with_name(TIMELINE)} {reason}; training continues, and the timelines of steps "
+        "are lost",
     ]
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0]
     assert {each.name for each in (tmp_path / "x").iterdir()} == {"metrics.jsonl"}  # no half of a timeline
@@ -417,9 +420,9 @@ def test_a_restart_goes_on_where_the_disk_is_full(tmp_path: Path) -> None:
         return said
 
     (told,) = fork_workers(lambda context: write(), 1)
-    assert [each.partition(" cannot ")[2] for each in told] == [
-        "be written: File too large; training continues, and the metrics from here on are lost"
-    ]
+    losses = "the metrics from here on are lost", "plan.yaml is that of an earlier attempt"
+    assert [each.partition("training continues, and ")[2] for each in told] == list(losses)
+    assert all("cannot be written: File too large (" in each for each in told)
     lines = (tmp_path / "x/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
     assert (tmp_path / "x/plan.yaml").read_text() == "data=2"
@@ -542,14 +545,15 @@ def test_a_disk_that_fills_up(folder: Path, option: str) -> None:
         _, err = train(folder, f"--run disk/x --epochs 8 {option}", code=2)
         rows = [json.loads(line) for line in (disk / "x/metrics.jsonl").read_text().splitlines()]
         assert "Traceback" not in err and rows
-        # Nor is there room for the run's page.
-        lines = [line for line in err.splitlines() if "report.html was not written" not in line]
+        # Each file is named once; nor is there room for the run's page.
+        full = "cannot be written: No space left on device (free some space on that disk, or choose a folder on "
+        subjects = [word for line in err.splitlines() for word in re.findall(r"disk/x/(?:\w+/)?(\w+\.\w+) ", line)]
+        assert len(subjects) == len(set(subjects)) and METRICS in subjects, err
         if option:
-            (line,) = lines
-            assert line == "polylane: --run disk/x: disk/x/metrics.jsonl cannot be written: No space left on device"
+            (line,) = (line for line in err.splitlines() if line.startswith("polylane: --run disk/x: disk/x/metrics"))
+            assert line == f"polylane: --run disk/x: disk/x/metrics.jsonl {full}another one)"
         else:
-            warning, lost = lines
-            assert warning.endswith("training continues, and the metrics from here on are lost")
+            lost = err.splitlines()[-2 if "report.html was not written" in err.splitlines()[-1] else -1]
             assert "the weights were not saved after 48 steps: the weights cannot be written to disk/x/" in lost
             spare = Path(lost.partition("they are in ")[2].partition(" instead")[0])
             assert set(load_file(spare)) == {"scale.weight", "scale.bias", "head.weight", "head.bias"}

@@ -80,6 +80,25 @@ def test_another_plan_goes_on_with_weights_and_averages(tmp_path: Path, other: s
     assert all(torch.allclose(state[name], average, rtol=1e-12, atol=1e-14) for name, average in averages.items())
 
 
+@pytest.mark.parametrize(("build", "has"), [(adamw, "keeps none"), (averaged_optimizer(adamw, 0.5), "some of 0.5")])
+def test_who_keeps_no_such_averages_does_not_go_on_from_them(tmp_path: Path, build: Any, has: str) -> None:
+    """Also in a loop of one's own: its weights would be the averages, and what it averages another."""
+
+    def begin(job: Job) -> None:
+        job.step(batch_of(8, 0))
+        job.evaluate(batch_of(8, 99))
+        job.save_checkpoint(tmp_path)
+
+    def go_on(job: Job) -> str:
+        with pytest.raises(PolylaneError) as refused:
+            job.load_checkpoint(tmp_path)
+        return str(refused.value)
+
+    workers(begin, mlp(6, 12, 12, 4), "data=2", optimizer=averaged_optimizer(adamw, DECAY))
+    for said in workers(go_on, mlp(6, 12, 12, 4), "data=2", optimizer=build):
+        assert f"has averages of weights of which {DECAY} remains in a step" in said and has in said
+
+
 def test_a_decay_that_is_none_is_refused() -> None:
     with pytest.raises(PolylaneError, match=r"--ema 1: give the part of the average that remains in a step"):
         averaged_optimizer(sgd, 1.0)

@@ -6,7 +6,7 @@ A rule is a line such as ``accuracy:max:3``: a result's name, whether larger or 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -121,10 +121,12 @@ class EarlyStopping(Callback):
 
     def _stop_if_due(self, status: TrainingStatus) -> None:
         if self._tests >= self._patience:
-            status.stop(
-                f"{self._rule.name} has not become better for {format_plural(self._tests, 'test')}: the best was "
-                f"{self._best:.6g}, after epoch {self._best_epoch}"
-            )
+            tests = format_plural(self._tests, "test")
+            if math.isnan(self._best):
+                status.stop(f"{self._rule.name} was NaN in {tests}, which is no better than any value")
+            else:
+                best = f"the best was {self._best:.6g}, after epoch {self._best_epoch}"
+                status.stop(f"{self._rule.name} has not become better for {tests}: {best}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": repr(self._best), "best_epoch": self._best_epoch, "tests": self._tests}
@@ -148,6 +150,42 @@ class StopAtMetric(Callback):
         value = self._rule.read(results)
         if value == self._rule.number or self._rule.is_better(value, self._rule.number):
             status.stop(f"{self._rule.name} is {value:.6g}, and {self._rule.number:g} was to be reached")
+
+
+class NanResults(Callback):
+    """Says that a result that a rule follows is NaN, which is compared with nothing: once, and at the end if all were.
+
+    Args:
+        rules: the rules of the training.
+        warn: called with a sentence.
+    """
+
+    def __init__(self, rules: Sequence[MetricRule], warn: Callable[[str], None]) -> None:
+        self._rules, self._warn = rules, warn
+        self._comparable, self._noted = set[str](), set[str]()  # options with a value that is a number, and with NaN
+
+    def on_evaluate_end(self, status: TrainingStatus, results: Mapping[str, float]) -> None:
+        for rule in self._rules:
+            value = results.get(rule.name)
+            if value is None:  # refused where the rule itself reads it
+                continue
+            if not math.isnan(value):
+                self._comparable.add(rule.option)
+            elif rule.option not in self._noted:
+                self._noted.add(rule.option)
+                self._warn(f"{rule.option}: {rule.name} is NaN after epoch {status.epoch}: it cannot be compared")
+
+    def on_train_end(self, status: TrainingStatus) -> None:
+        for rule in self._rules:
+            if rule.option in self._noted - self._comparable:
+                loss = ", and no checkpoint was kept" if rule.option.startswith("--keep-best") else ""
+                self._warn(f"{rule.option}: {rule.name} was NaN in every test{loss}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"comparable": sorted(self._comparable), "noted": sorted(self._noted)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._comparable, self._noted = set(state["comparable"]), set(state["noted"])
 
 
 class BestSteps:

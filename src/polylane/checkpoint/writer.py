@@ -4,9 +4,9 @@
 lines of JSON:
 
     order     {"path": "...", "bytes": 4096, "entries": [["key", "F32", [8, 8], 0, 256], ...]}
-    answer    {"size": 4488, "checksums": [1234, ...]}    or    {"error": "No space left on device"}
+    answer    {"size": 4488, "checksums": [1234, ...]}    or    {"error": [28, "No space left on device", null]}
     order     {"commit": [root, unfinished, step, manifest, keep]}
-    answer    {"folder": "..."}                           or    {"error": "..."}
+    answer    {"folder": "..."}                           or    {"error": [28, "No space left on device", "..."]}
 
 DESCRIPTOR is an open file with the tensors' bytes. The process ends when its input does: with the worker, however that
 ends, also in the middle of a file. PARENT is the worker's process id: the system ends this one with it, stopped or not.
@@ -46,20 +46,21 @@ def _carry_out(order: dict[str, object], descriptor: int) -> dict[str, object]:
         try:
             return {"folder": commit_folder(*order["commit"])}  # type: ignore[misc]
         except OSError as error:
-            return {"error": f"{error.filename or 'its manifest'} cannot be written: {error.strerror or error}"}
+            return _answer_error(error)
     entries = [Entry(key, dtype, tuple(shape), start, size) for key, dtype, shape, start, size in order["entries"]]  # type: ignore[attr-defined]
     try:
-        if not order["bytes"]:
-            written = write_shard_file(str(order["path"]), entries, memoryview(b""), _end_with_worker)
-        else:
-            with (
-                mmap.mmap(descriptor, int(str(order["bytes"])), access=mmap.ACCESS_READ) as mapped,
-                memoryview(mapped) as memory,
-            ):
-                written = write_shard_file(str(order["path"]), entries, memory, _end_with_worker)
+        memory = memoryview(b"")
+        if order["bytes"]:
+            memory = memoryview(mmap.mmap(descriptor, int(str(order["bytes"])), access=mmap.ACCESS_READ))
+        # The memory is unmapped when the last view of it is gone: an exception's frames have some until it is handled.
+        written = write_shard_file(str(order["path"]), entries, memory, _end_with_worker)
     except OSError as error:  # a full disk, a quota: an answer, after which the worker may give another order
-        return {"error": error.strerror or str(error)}
+        return _answer_error(error)
     return {"size": written.size, "checksums": written.checksums}
+
+
+def _answer_error(error: OSError) -> dict[str, object]:
+    return {"error": [error.errno, error.strerror or str(error), error.filename]}
 
 
 def _end_with_worker() -> None:

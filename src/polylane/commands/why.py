@@ -9,8 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from polylane.commands.logs.file_names import UNFINISHED, WHY
+from polylane.commands.logs.file_names import METRICS, MODEL, UNFINISHED, WHY
 from polylane.commands.printing import console, format_duration, make_table, print_json, print_table, write_text
+from polylane.commands.reporting.run_files import find_folder, is_claimed
 from polylane.commands.requests import WhyRequest
 from polylane.diagnosis import report_file
 from polylane.diagnosis.report import HangReport
@@ -28,6 +29,8 @@ def run(request: WhyRequest) -> None:
     """
     report = read_report(request.run)
     timeline = report_file.draw_timeline(report)
+    if not report.ranks and (request.svg or request.html):  # an end of which all workers know: none stands out
+        raise PolylaneError(f"{request.run} has no picture of its end, which was: {report.sentence}")
     if request.svg is not None:
         write_text(request.svg, swimlane.svg(timeline))
     if request.html is not None:
@@ -37,6 +40,8 @@ def run(request: WhyRequest) -> None:
         return
     out = console()
     print(_printable(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(report.wall))}: {report.sentence}"))
+    if not report.ranks:
+        return
     table = make_table("", "rank", "for", "where", "", left=("where", ""))
     for rank in report.ranks:
         shown = rank.waits_on if rank.doing.name == "WAITING" else ""
@@ -63,14 +68,24 @@ def read_report(run: Path) -> HangReport:
     except OSError as error:
         raise PolylaneError(f"{run} cannot be read: {error.strerror or error}") from None
     if not places:
-        cause = "is no folder" if not os.path.isdir(run) else "has no report: none of its workers hung or failed"
-        raise PolylaneError(f"{run} {cause}")
+        raise PolylaneError(f"{run} {_describe_lack(run)}")
     try:
         if places[0].stat().st_size > LARGEST_BYTES:
             raise ValueError(f"it is larger than {LARGEST_BYTES >> 20} MB")
         return report_file.from_dict(json.loads(places[0].read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         raise PolylaneError(f"{places[0]} cannot be read: {error}") from None
+
+
+def _describe_lack(run: Path) -> str:
+    """Return why a run has no report."""
+    if not os.path.isdir(run):
+        return "is no folder"
+    if is_claimed(run):
+        return "has no report: it is running, and none of its workers has hung or failed"
+    if os.path.isfile(find_folder(run) / METRICS) and not os.path.isfile(find_folder(run) / MODEL):
+        return "has no report: its process was ended before its training was, by a signal, and could not write one"
+    return "has no report: none of its workers hung or failed"
 
 
 def _is_file(path: Path) -> bool:

@@ -74,6 +74,14 @@ class MlflowLogger:
         import mlflow
 
         self._mlflow: Any = mlflow
+        try:
+            mlflow.MlflowClient()  # opens the place, so that one which cannot be is refused before the run begins
+        except Exception as error:
+            raise PolylaneError(
+                f"MLflow cannot open {mlflow.get_tracking_uri()} ({type(error).__name__}): set MLFLOW_TRACKING_URI to "
+                "the address of a tracking server, or install mlflow in place of mlflow-skinny, which has no database "
+                "for sqlite:///mlflow.db, or set MLFLOW_TRACKING_URI=file:mlruns and MLFLOW_ALLOW_FILE_STORE=true"
+            ) from None
 
     def begin(self, run: RunFacts) -> None:
         """Open a run, or the same one again where it is resumed."""

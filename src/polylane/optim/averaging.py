@@ -18,6 +18,7 @@ from torch import Tensor
 from polylane.errors import PolylaneError
 
 AVERAGE = "average"  # key of a parameter's state
+DECAY = "average_decay"  # attribute of the optimizer
 IS_AVERAGED = "is_averaged"  # key of a group: whether its parameters are the averages now
 
 
@@ -92,7 +93,7 @@ def _build_averaged(factory: Callable[[Any], torch.optim.Optimizer], decay: floa
     for member in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
         if isinstance(member, torch.optim.Optimizer):  # anything else is refused by the caller, with a better message
             member.__class__ = _class_with_average(type(member))  # type: ignore[arg-type]  # a class is hashable
-            member.average_decay = decay  # type: ignore[attr-defined]
+            setattr(member, DECAY, decay)
             for group in member.param_groups:
                 group[IS_AVERAGED] = False
     return optimizer

@@ -265,6 +265,18 @@ def test_each_dataset_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(tried) == 1
 
 
+def test_a_reason_that_training_and_test_data_share_is_said_once(recwarn: pytest.WarningsRecorder) -> None:
+    trials = ReadTrials()
+
+    class Unlike(Plain):
+        def __getitem__(self, index: int) -> Any:
+            raise RuntimeError("no sample can be read alone")
+
+    for dataset in (Unlike(), Unlike()):
+        trials.find(dataset, lambda indices, d=dataset: [d[i] for i in indices], [3, 1, 2], [0], None)  # type: ignore[misc]
+    assert sum("every worker reads whole batches" in str(note.message) for note in recwarn.list) == 1
+
+
 def test_streams_that_go_on_where_they_were() -> None:
     class Resuming:
         def __init__(self) -> None:

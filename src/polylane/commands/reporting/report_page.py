@@ -16,7 +16,7 @@ from polylane.commands.logs.file_names import REPORT
 from polylane.commands.printing import replace_text
 from polylane.commands.reporting.page_data import collect_run
 from polylane.commands.reporting.run_files import read_run
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, describe_disk_error
 from polylane.observe.swimlane.html import swimlane_script
 from polylane.observe.swimlane.svg import escape
 
@@ -38,7 +38,7 @@ def write_report(folder: Path, is_over: bool = False) -> Path:
     try:
         replace_text(path, page)
     except OSError as error:
-        raise PolylaneError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise PolylaneError(f"{path} cannot be written: {describe_disk_error(error)}") from error
     return path
 
 

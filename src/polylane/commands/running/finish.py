@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polylane.commands.logs.file_names import REPORT
 from polylane.commands.logs.goodput import describe_goodput
 from polylane.commands.printing import format_count, format_seconds, print_json, print_line
 from polylane.commands.progress import describe_test
@@ -131,7 +130,7 @@ def _print_outcome(
     if outcome.stop_reason:
         print_line(f"ended early: {outcome.stop_reason}")
     speed = f"{outcome.samples_per_second:,.0f} samples/s{_describe_traffic(outcome)}"
-    print_line(f"{speed}; see {folder.path / REPORT}")
+    print_line(speed if folder.page is None else f"{speed}; see {folder.page}")
     for line in sync_traffic_lines(outcome.traffic, len(outcome.traffic) - outcome.servers):
         print(line)
     if request.saves_checkpoints:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from polylane.callbacks.callback import Callback
+from polylane.callbacks.metric_rules import NanResults
 from polylane.commands import user_inputs as inputs
 from polylane.commands.logs.step_log import Tell
 from polylane.commands.running.recipe_training import RecipeTraining
@@ -30,7 +31,7 @@ def open_callbacks(
         job: this worker's part in the training.
         training: the recipe's model and data, with the options.
         prepared: the training, compiled for the plan.
-        tell: called with a message where a checkpoint could not be written.
+        tell: called with a message where a checkpoint could not be written, or a result cannot be compared.
         describe: returns facts about the run for checkpoints; None where nobody should go on from a step.
 
     Raises:
@@ -39,12 +40,14 @@ def open_callbacks(
     request = training.request
     _refuse_unknown_results(training, prepared)
     callbacks = [*_build_callbacks(training), *request.goals.build()]
+
+    def warn(sentence: str) -> None:
+        tell({"kind": "warning", "text": sentence})
+
+    if rules := request.goals.list_rules():
+        callbacks.append(NanResults(rules, warn))
     steps, best = request.goals.build_best(), None
     if steps is not None and request.checkpoints is not None:
-
-        def warn(sentence: str) -> None:
-            tell({"kind": "warning", "text": sentence})
-
         goes_on = request.trouble.on_disk_error == "warn"
         folder = request.checkpoints.parent / BEST
         best = BestCheckpoints(job, folder, steps, warn if goes_on else None, describe)

@@ -167,7 +167,7 @@ def watching(
         yield watch.check
     except WorkerFailed as error:
         if not isinstance(error, WorkerHung):
-            reporter.keep_report(watch.report_failure(error.rank, str(error).partition("\n")[0]))
+            reporter.keep_report(watch.report_failure(error.rank, error.sentence))
         raise
     finally:
         watch.close()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from polylane.commands.logs import file_names
+from polylane.commands.logs.lost_files import LostFiles
 from polylane.commands.logs.metrics_file import (
     MetricsFile,
     belongs_to_checkpoint,
@@ -29,7 +30,7 @@ from polylane.commands.logs.metrics_file import (
 from polylane.commands.printing import dump_json, replace_text
 from polylane.diagnosis import report_file
 from polylane.diagnosis.report import HangReport
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, WorkerFailed, describe_error
 from polylane.observe.swimlane import render as swimlane
 from polylane.observe.timeline import Timeline
 from polylane.output import say_at_once
@@ -51,6 +52,7 @@ class RunFolder:
     Attributes:
         path: the folder; final once it is claimed.
         continues: whether an earlier attempt of this launch has written here; known once it is claimed.
+        page: the page of the run, once it is written.
 
     Raises:
         PolylaneError: from every method, where the folder or a file cannot be written.
@@ -65,7 +67,8 @@ class RunFolder:
         self.continues = False
         self._metrics: MetricsFile | None = None
         self._has_begun, self._has_ended = False, False
-        self._has_lost = False  # whether something could not be written, which is said once
+        self._lost = LostFiles(warn)
+        self.page: Path | None = None
         self._claim: int | None = None  # file descriptor of the folder, locked
         self._made: list[Path] = []  # folders that this run made, the innermost first
         self._at = path  # where files are written until finish(): the folder, or UNFINISHED below it
@@ -108,6 +111,10 @@ class RunFolder:
             self.claim()
         try:
             yield
+        except Exception as error:
+            if writes and self.kept() is not None:
+                self.note_failure(error)
+            raise
         finally:
             if writes and not self._has_ended and self.kept() is not None:
                 self.report()  # of a run that did not end well: it shows where
@@ -192,7 +199,7 @@ class RunFolder:
         """
         self.close()
         goodput: dict[str, Any] | None = None
-        with self._starting("the metrics from here on are lost"):
+        with self._starting(file_names.METRICS, "the metrics from here on are lost"):
             self._at.mkdir(exist_ok=True)
             earlier = self.metrics if self.metrics.exists() else self.path / file_names.METRICS
             kept_metrics = ""
@@ -212,7 +219,7 @@ class RunFolder:
 
     def plan(self, text: str, options: Mapping[str, Any] | None = None) -> None:
         """Write the plan into plan.yaml, and the options of a recipe's run into run.json."""
-        with self._starting("plan.yaml is that of an earlier attempt"):
+        with self._starting(file_names.PLAN, "plan.yaml is that of an earlier attempt"):
             replace_text(self._at / file_names.PLAN, text)
             if options is not None:
                 replace_text(self._at / file_names.RUN, dump_json(dict(options)))
@@ -220,20 +227,26 @@ class RunFolder:
     def metric(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl, at once. Where that fails and the run goes on, later lines are lost, too."""
         if self._metrics is not None:
-            with self._going_on("the metrics from here on are lost"):
-                self._metrics.append(dump_json(line))
+            with self._lost.pass_over(self.path, file_names.METRICS, "the metrics from here on are lost"):
+                try:
+                    self._metrics.append(dump_json(line))
+                except OSError:
+                    self.close()
+                    raise
 
     def write(self, name: str, data: Mapping[str, Any]) -> None:
         """Write a file of facts about the run, in place of what was written before.
 
-        Where that fails, what was written before stays: a disk that is full is told of with the next metrics.
+        Where that fails, what was written before stays, and it is said once.
         """
-        with suppress(OSError):
+        try:
             replace_text(self._at / name, dump_json(data))
+        except OSError as error:
+            self._lost.tell(self.path, name, error, "what it had before stays")
 
     def timelines(self, timeline: Timeline, shown: Mapping[str, Timeline]) -> None:
         """Write the timeline of a typical step, as data and as pictures, and those of all steps that are kept."""
-        with self._going_on("the timeline is lost"):
+        with self._lost.pass_over(self.path, file_names.TIMELINE, "the timelines of steps are lost"):
             self._at.mkdir(parents=True, exist_ok=True)  # it may have been removed during the training
             replace_text(self._at / file_names.TIMELINE, dump_json(timeline.to_dict()))
             steps = {name: step.to_dict() for name, step in shown.items()}
@@ -246,6 +259,15 @@ class RunFolder:
         with self._writing():
             self._at.mkdir(exist_ok=True)
             (self._at / file_names.WHY).write_text(dump_json(report_file.to_dict(report)), encoding="utf-8")
+
+    def note_failure(self, error: Exception) -> None:
+        """Write what has ended the run, for ``polylane why`` and the page, where the watch over its workers has not."""
+        is_reported = isinstance(error, WorkerFailed) and (self._at / file_names.WHY).exists()
+        sentence = str(error) if isinstance(error, PolylaneError) else describe_error(error)
+        sentence = error.sentence if isinstance(error, WorkerFailed) else sentence
+        if not is_reported:
+            with suppress(PolylaneError):  # the exception matters more
+                self.why(HangReport(sentence, (), (), Timeline((), 0)))
 
     def finish(self) -> None:
         """Replace an earlier run's files by this run's, which has ended well and written all of them."""
@@ -269,8 +291,9 @@ class RunFolder:
         """Write the page of the run; where that fails, the run has its other files, and a warning says so."""
         from polylane.commands.reporting.report_page import write_report
 
+        self.page = None
         try:
-            write_report(self._at, is_over=True)
+            self.page = write_report(self._at, is_over=True)
         # A page is drawn from files that a user may have changed, at the end of hours of training.
         except Exception as error:
             (self._warn or say_at_once)(f"{self._at / file_names.REPORT} was not written: {error}")
@@ -335,37 +358,13 @@ class RunFolder:
         files = sorted(file for file in self.path.iterdir() if not file.name.startswith("."))
         return {file.stem: str(file) for file in files if file.is_file()}
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            file = error.filename2 or error.filename or self.path  # of a rename, what it was to replace
-            raise PolylaneError(f"--run {self.path}: {file} cannot be written: {error.strerror or error}") from error
+    def _writing(self) -> AbstractContextManager[None]:
+        """Return a context manager in which what cannot be written is an error."""
+        return self._lost.refuse(self.path)
 
-    def _starting(self, loss: str) -> AbstractContextManager[None]:
+    def _starting(self, name: str, loss: str) -> AbstractContextManager[None]:
         """Return a context manager for the files of a start: what fails is an error, but where the run goes on."""
-        return self._going_on(loss) if self._has_begun or self.continues else self._writing()
-
-    @contextmanager
-    def _going_on(self, loss: str) -> Iterator[None]:
-        """Context manager: where the run is to go on without its files, warn once in place of an error.
-
-        Args:
-            loss: what is lost, for the sentence.
-        """
-        if self._warn is None:
-            with self._writing():
-                yield
-            return
-        try:
-            yield
-        except OSError as error:
-            self.close()
-            if not self._has_lost:
-                self._has_lost = True
-                reason = f"{error.filename or self.path} cannot be written: {error.strerror or error}"
-                self._warn(f"--run {self.path}: {reason}; training continues, and {loss}")
+        return self._lost.pass_over(self.path, name, loss) if self._has_begun or self.continues else self._writing()
 
 
 def _describe_kind(path: Path) -> str:

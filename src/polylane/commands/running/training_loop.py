@@ -228,6 +228,7 @@ def _save_last(control: RunControl, outcome: TrainingOutcome) -> TrainingOutcome
         control.save(wait=True)
     else:
         control.finish()
+    control.tell_failed()
     newest, stall = str(control.newest or ""), control.stall_seconds
     return replace(outcome, ended_early=control.is_over, checkpoint=newest, stall_seconds=stall)
 

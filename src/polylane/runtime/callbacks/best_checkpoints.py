@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from polylane.callbacks.metric_rules import BestSteps
 from polylane.checkpoint.commit import remove_steps
 from polylane.diagnosis.page_layout import Phase
-from polylane.errors import AuditFailed, PolylaneError
+from polylane.runtime.checkpoint.save_attempts import SaveAttempts
 
 if TYPE_CHECKING:
     from polylane.runtime.checkpoint.save import CheckpointSaver
@@ -40,8 +40,9 @@ class BestCheckpoints:
         describe: Callable[[], Mapping[str, Any] | None],
     ) -> None:
         self._job, self._folder, self.steps = job, folder, steps
-        self._warn, self._describe = warn, describe
+        self._describe = describe
         self._saver: CheckpointSaver = job.open_saver(folder, None)
+        self._attempts = SaveAttempts(folder, self._saver, warn)
 
     def add(self, step: int, results: Mapping[str, float]) -> bool:
         """Take the results of a step's test; return whether it is to be saved."""
@@ -65,7 +66,7 @@ class BestCheckpoints:
 
         with self._job.world.progress.during(Phase.SAVING):
             self.finish()
-            self._attempt(write)
+            self._attempts.attempt(write)
 
     def finish(self) -> None:
         """Wait until the latest one is complete, and remove those that are no longer the best; collective.
@@ -73,15 +74,16 @@ class BestCheckpoints:
         Raises:
             PolylaneError: on all workers, if it could not be written and that is to be an error.
         """
-        self._attempt(self._saver.finish)
+        self._attempts.attempt(self._saver.finish)
         if self._job.world.rank == 0 and self.steps.steps:
             with contextlib.suppress(OSError):  # they cost space on the disk, and no training ends for that
                 remove_steps(str(self._folder), self.steps.steps)
 
-    def _attempt(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except PolylaneError as error:
-            if self._warn is None or isinstance(error, AuditFailed):
-                raise
-            self._warn(f"{error}; training continues")
+    def end(self) -> None:
+        """Wait for the last one, and say how many could not be written; collective.
+
+        Raises:
+            PolylaneError: on all workers, if it could not be written and that is to be an error.
+        """
+        self.finish()
+        self._attempts.tell_failed()

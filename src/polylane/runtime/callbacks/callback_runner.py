@@ -123,7 +123,7 @@ class CallbackRunner:
         if self._callbacks:
             self._agree()
         if self._best is not None:
-            self._best.finish()
+            self._best.end()
 
     # ---- what checkpoints keep ---------------------------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from polylane.diagnosis.page_layout import Phase
-from polylane.errors import AuditFailed, PolylaneError
+from polylane.errors import PolylaneError
+from polylane.runtime.checkpoint.save_attempts import SaveAttempts
 
 if TYPE_CHECKING:
     from polylane.runtime.checkpoint.save import CheckpointSaver
@@ -115,8 +116,9 @@ class RunControl:
         run: Callable[[], Mapping[str, Any] | None],
     ) -> None:
         self._job, self._interval, self._is_asked_to_stop = job, interval, is_asked_to_stop
-        self._warn, self._run = warn, run
+        self._run = run
         self._saver: CheckpointSaver = job.open_saver(folder, keep)
+        self._attempts = SaveAttempts(folder, self._saver, warn)
         self._pause = AGREE_APART_SECONDS if job.apart else AGREE_SECONDS
         self._workers = job.plan.processes
         self._saves, self._saved_step = 0, job.position.step
@@ -225,6 +227,10 @@ class RunControl:
             self._attempt(self._saver.finish)
             self._attempt(write)
 
+    def tell_failed(self) -> None:
+        """Say at the end of the training how many checkpoints could not be written."""
+        self._attempts.tell_failed()
+
     def finish(self) -> None:
         """Wait until the checkpoint that is being written is complete; collective.
 
@@ -234,13 +240,14 @@ class RunControl:
         with self._job.world.progress.during(Phase.SAVING):
             self._attempt(self._saver.finish)
 
-    def _attempt(self, act: Callable[[], Any]) -> Any:
+    def _attempt(self, act: Callable[[], T]) -> T | None:
         """Return what an action of all workers returns; None where it failed, and the training goes on."""
-        try:
-            return act()
-        except PolylaneError as error:
-            if self._warn is None or isinstance(error, AuditFailed):
+
+        def note_failure() -> T:
+            try:
+                return act()
+            except PolylaneError:  # a checkpoint of this step is none, and may be saved again
+                self._saved_step = -1
                 raise
-            self._warn(f"{error}; training continues")
-            self._saved_step = -1
-            return None
+
+        return self._attempts.attempt(note_failure)

@@ -27,7 +27,7 @@ import torch
 from polylane.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, SavedTensor
 from polylane.checkpoint.read_tensors import DTYPE_NAMES
 from polylane.checkpoint.store import CheckpointStore
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, describe_disk_error
 from polylane.runtime.checkpoint.snapshot import ShardToWrite, SnapshotWriter, WrittenShards
 from polylane.runtime.plain_data.serialization import encode, serializable, to_json
 from polylane.runtime.state.held_tensors import WorkerState
@@ -200,7 +200,7 @@ class CheckpointSaver:
         try:
             return str(CheckpointStore(self._root).begin(position.step)), ""
         except OSError as refused:
-            return "", f"{self._root} cannot be written: {refused.strerror or refused}"
+            return "", f"{self._root} cannot be written: {describe_disk_error(refused)}"
 
     def _assign(self, digest: str, rectangles: Sequence[WritableRectangle]) -> tuple[list[int], Mapping[str, _Form]]:
         """Return which of its rectangles this worker writes, and all tensors; a collective where workers changed."""

@@ -26,7 +26,7 @@ from polylane.checkpoint.manifest import Chunk, Manifest, format_manifest
 from polylane.checkpoint.read_tensors import DTYPE_NAMES, view_piece
 from polylane.checkpoint.regions import LocalPiece
 from polylane.checkpoint.store import CheckpointStore
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, describe_disk_error
 from polylane.runtime.nameless_file import open_nameless_file
 from polylane.runtime.progress.processes import read_state
 from polylane.runtime.state.held_tensors import HeldTensor
@@ -192,7 +192,10 @@ class SnapshotWriter:
             return None
         self._is_committing = False
         if "error" in answer:
-            raise PolylaneError(answer["error"])
+            number, words, file = answer["error"]
+            raise PolylaneError(
+                f"{file or 'its manifest'} cannot be written: {describe_disk_error(OSError(number, words))}"
+            )
         return str(answer["folder"])
 
     def _send(self, order: Mapping[str, Any]) -> None:
@@ -271,7 +274,8 @@ class SnapshotWriter:
             return None
         self._order = None
         if "error" in answer:
-            raise PolylaneError(f"{file}: {answer['error']}")
+            number, words, _ = answer["error"]
+            raise PolylaneError(f"{file}: {describe_disk_error(OSError(number, words))}")
         chunks = [
             (s.held.name, _chunk_of(s, file, checksum).model_dump(mode="json"))
             for s, checksum in zip(shards, answer["checksums"], strict=True)

@@ -76,6 +76,7 @@ class ReadTrials:
 
     def __init__(self, tells: bool = True) -> None:
         self._tells, self._known = tells, list[tuple[Any, Any, Reads]]()
+        self._told = set[str]()  # reasons, which training and test data share for the most part
 
     def find(
         self,
@@ -102,9 +103,11 @@ class ReadTrials:
         in_part = positions, lambda: read([batch[i] for i in positions])
         reads = try_reads(lambda: read(batch), in_part, [dataset], collate)
         self._known = [*self._known[-3:], (dataset, collate, reads)]
-        if reads.reason and self._tells and len(positions) < len(batch):
+        if reads.reason and self._tells and len(positions) < len(batch) and reads.reason not in self._told:
+            self._told.add(reads.reason)
             warnings.warn(f"every worker reads whole batches, for {reads.reason}", stacklevel=4)
-        if reads.written and self._tells:
+        if reads.written and self._tells and reads.written not in self._told:
+            self._told.add(reads.written)
             warnings.warn(
                 f"reading the dataset writes files ({reads.written}), which workers share and a trial of the first "
                 "batch leaves behind: let what is in them depend on the sample alone, and not on who reads it when",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polylane.checkpoint.read_tensors import DTYPE_NAMES
 from polylane.checkpoint.shard_file import write_all, write_header
-from polylane.errors import NotFinite, PolylaneError, format_plural
+from polylane.errors import NotFinite, PolylaneError, describe_disk_error, format_plural
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 
 # The element types of safetensors files, of which checkpoints write some as pairs of others.
@@ -112,9 +112,10 @@ def save_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
         with _replacing(target) as file:
             _write_safetensors(state, file)
     except (OSError, KeyError) as error:
-        reason = getattr(error, "strerror", None) or error
         if isinstance(error, KeyError):  # of its table of element types
             reason = f"safetensors files do not have {error.args[0]}"
+        else:
+            reason = describe_disk_error(error)
         raise PolylaneError(f"the weights cannot be written to {path}: {reason}") from error
     if parted:
         warnings.warn(_describe_parts(parted, path), stacklevel=2)

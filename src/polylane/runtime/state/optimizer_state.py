@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from polylane.compile.optimizer_parts import BASE_ATTRIBUTES, find_tensors, own_attributes
 from polylane.compile.optimizer_sequence import optimizers_in, schedulers_in
 from polylane.errors import PolylaneError
+from polylane.optim.averaging import DECAY, IS_AVERAGED
 from polylane.runtime.state.held_tensors import Region, WorkerState, whole_region
 from polylane.runtime.state.plain_values import SCALARS, TENSOR, from_plain, to_plain
 
@@ -226,6 +227,7 @@ def restore_options(objective: str, optimizer: torch.optim.Optimizer, scheduler:
             f"has {has} of the optimizer's groups, and there are {len(optimizer.param_groups)}: it is "
             "of another optimizer"
         )
+    _refuse_other_averages(optimizer, groups, plain.get(f"attributes/{objective}", {}))
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             if key in _GROUP_NAMES:
@@ -247,6 +249,26 @@ def restore_options(objective: str, optimizer: torch.optim.Optimizer, scheduler:
         if saved is None:
             raise PolylaneError(f"has no state of a scheduler, expected a {type(scheduler).__qualname__}'s")
         scheduler.load_state_dict(from_plain(saved))
+
+
+def _refuse_other_averages(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], attributes: Mapping[str, Any]
+) -> None:
+    """Refuse averages of the weights (--ema) where the optimizer keeps none, or others: it would train on from them.
+
+    Args:
+        optimizer: the user's optimizer on this worker.
+        groups: the saved options of its groups.
+        attributes: the saved plain attributes of all optimizers.
+    """
+    saved = sorted({value for name, value in attributes.items() if name.rpartition("/")[2] == DECAY})
+    decays = sorted({vars(member)[DECAY] for member in optimizers_in(optimizer) if DECAY in vars(member)})
+    if saved != decays and any(IS_AVERAGED in group for group in groups):
+        keeps = f"keeps some of {', '.join(map(str, decays))}" if decays else "keeps none"
+        raise PolylaneError(
+            f"has averages of weights of which {', '.join(map(str, saved))} remains in a step, and this training's "
+            f"optimizer {keeps}: give --ema, or averaged_optimizer, that value"
+        )
 
 
 def _refuse_other_kinds(

@@ -243,6 +243,7 @@ class ScriptProgress:
             )
         if self._control is not None:
             self._control.finish()
+            self._control.tell_failed()
 
     def describe(self) -> dict[str, Any]:
         """Return all that a checkpoint holds of the script itself, as plain values."""
