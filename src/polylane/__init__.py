@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # not typing's: the command line, whose first import this package is, does not wait for it
 if TYPE_CHECKING:
+    from typing import Any
+
     from polylane.auto.parallelize import parallelize
     from polylane.callbacks.callback import Callback as Callback
     from polylane.errors import PolylaneError as PolylaneError
@@ -53,7 +55,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        import random  # here: the command line, whose first import this package is, does not wait for it
+        import random  # here for the same reason
 
         # An imported module may draw, as rich does, and the script would shuffle otherwise than without polylane.
         state = random.getstate()

@@ -21,9 +21,16 @@ import torch
 import polylane
 
 
+class Escape(BaseException):
+    pass
+
+
 class Fails(polylane.Callback):
+    def __init__(self, kind):
+        self.kind = kind
+
     def on_evaluate_end(self, status, results):
-        raise ValueError("of the callback")
+        raise self.kind("of the callback")
 
 
 class Raises(torch.optim.SGD):
@@ -31,13 +38,14 @@ class Raises(torch.optim.SGD):
 
     def step(self, closure=None):
         self.steps += 1
-        if self.steps == 4:
+        if self.steps == 20:
             raise ArithmeticError("of the optimizer")
         return super().step(closure)
 
 
 def callbacks(fault=""):
-    return [Fails()] if fault == "callback" else []
+    kinds = {"callback": ValueError, "escape": Escape}
+    return [Fails(kinds[fault])] if fault in kinds else []
 
 
 def model():
@@ -80,10 +88,14 @@ def train(options: str) -> subprocess.CompletedProcess[str]:
 
 
 ENDS = {
-    "--epochs 2 --set fault=callback": (2, "Fails.on_evaluate_end raised ValueError: of the callback (.*line.py:9)"),
+    "--epochs 2 --set fault=callback": (
+        2,
+        r"Fails.on_evaluate_end raised ValueError: of the callback \(.*:16\)",
+    ),
     "--epochs 2 --set fault=nan": (2, "the loss was nan at step"),
     "--epochs 2 --set fault=nan --on-nan warn": (2, "the weights were not saved after 8 steps: weight holds NaN"),
-    "--epochs 2 --set fault=optimizer": (1, "worker . failed.*: ArithmeticError: of the optimizer"),
+    "--epochs 6 --set fault=optimizer": (2, "optimizer.step\\(\\) raised ArithmeticError: of the optimizer"),
+    "--epochs 2 --set fault=escape": (1, "worker [01] failed: Escape: of the callback"),
 }
 
 

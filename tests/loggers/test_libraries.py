@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import resource
 import struct
 import time
 from collections.abc import Iterator
@@ -10,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from polylane.errors import PolylaneError
 from polylane.loggers.libraries import open_loggers
 from polylane.loggers.logger import LoggerGroup, RunFacts
+from polylane.runtime.workers.team import fork_workers
 
 LINES = {1: {"loss": 2.5, "memory": [10, 20]}, 2: {"loss": 1.5}, 3: {"loss": 1.25}}
 
@@ -55,6 +59,47 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(metric.step, metric.value) for metric in history] == [(1, 2.5), (2, 1.5), (3, 1.25)]
     assert run.data.tags["plan"] == "data=2" and run.data.tags["batch"] == "64"
     assert run.data.metrics["test/accuracy"] == 0.8
+
+
+@pytest.mark.parametrize("place", [None, "file:mlruns", "gopher://away"])
+def test_a_place_that_mlflow_cannot_open_is_refused(
+    place: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a run begins, with what can be set in its stead: mlflow-skinny has no database, which is the default."""
+    pytest.importorskip("mlflow")
+    if place is None and importlib.util.find_spec("sqlalchemy") is not None:
+        pytest.skip("a database can be opened here")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    if place is None:
+        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    else:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+    with pytest.raises(PolylaneError) as refused:
+        open_loggers("mlflow")
+    said = str(refused.value)
+    assert said.startswith(f"--log mlflow: MLflow cannot open {place or 'sqlite:///'}")
+    assert said.endswith("set MLFLOW_TRACKING_URI=file:mlruns and MLFLOW_ALLOW_FILE_STORE=true, for a folder")
+
+
+def test_a_full_disk_is_one_sentence_for_tensorboard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its thread that writes prints no traceback of its own: it passes what it raises on to the next call."""
+    pytest.importorskip("tensorboard")
+
+    def log() -> list[str]:
+        said = list[str]()
+        group = LoggerGroup(open_loggers("tensorboard"), said.append)
+        group.begin(RunFacts("digits", tmp_path, "data=2", 2, None, {}))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+        for step in range(300):
+            group.log({"loss": 0.5}, step, "train")
+            time.sleep(0.001)
+        group.end()
+        return said
+
+    (said,) = fork_workers(lambda context: log(), 1)
+    assert len(said) == 1 and said[0].startswith("--log tensorboard: OSError: [Errno 27] File too large")
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def read_records(content: bytes) -> Iterator[bytes]:

@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from polylane.commands.logs.file_names import METRICS, MODEL, UNFINISHED, WHY
+from polylane.commands.logs.file_names import METRICS, MODEL, UNFINISHED, WHY, find_folder
 from polylane.commands.printing import console, format_duration, make_table, print_json, print_table, write_text
-from polylane.commands.reporting.run_files import find_folder, is_claimed
+from polylane.commands.reporting.run_files import is_claimed
 from polylane.commands.requests import WhyRequest
 from polylane.diagnosis import report_file
 from polylane.diagnosis.report import HangReport

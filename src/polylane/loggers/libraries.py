@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import secrets
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,12 @@ class TensorBoardLogger:
 
         self._open = SummaryWriter
         self._writer: Any = None
+        self._hook_before = threading.excepthook
 
     def begin(self, run: RunFacts) -> None:
         """Open an event file; of a resumed run, steps after the checkpoint are shown once."""
+        # Its thread that writes passes what it raises on to the next call, which is a sentence then.
+        self._hook_before, threading.excepthook = threading.excepthook, self._pass_over_own_thread
         purge = None if run.resumed_at is None else run.resumed_at + 1
         self._writer = self._open(str(run.folder / "tensorboard"), purge_step=purge)
         self._writer.add_text("plan", run.plan, run.resumed_at or 0)
@@ -36,6 +40,11 @@ class TensorBoardLogger:
     def end(self) -> None:
         """Write what is left, and close the file."""
         self._writer.close()
+        threading.excepthook = self._hook_before
+
+    def _pass_over_own_thread(self, failed: Any) -> None:
+        if type(failed.thread).__module__.partition(".")[0] != "tensorboard":
+            self._hook_before(failed)
 
 
 class WandbLogger:
@@ -79,8 +88,8 @@ class MlflowLogger:
         except Exception as error:
             raise PolylaneError(
                 f"MLflow cannot open {mlflow.get_tracking_uri()} ({type(error).__name__}): set MLFLOW_TRACKING_URI to "
-                "the address of a tracking server, or install mlflow in place of mlflow-skinny, which has no database "
-                "for sqlite:///mlflow.db, or set MLFLOW_TRACKING_URI=file:mlruns and MLFLOW_ALLOW_FILE_STORE=true"
+                "the address of a tracking server; or pip install mlflow, for a database of this machine; or set "
+                "MLFLOW_TRACKING_URI=file:mlruns and MLFLOW_ALLOW_FILE_STORE=true, for a folder"
             ) from None
 
     def begin(self, run: RunFacts) -> None:
@@ -145,6 +154,8 @@ def _open_logger(name: str) -> Logger:
         package = {"mlflow": "mlflow-skinny"}.get(name, name)
         hint = f": pip install {package}" if not colon else ""
         raise PolylaneError(f"--log {name}: {describe_error(error)}{hint}") from None
+    except PolylaneError as error:
+        raise PolylaneError(f"--log {name}: {error}") from None
     except Exception as error:
         raise PolylaneError(f"--log {name}: {describe_error(error)}") from None
 

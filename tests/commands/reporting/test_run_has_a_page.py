@@ -34,19 +34,22 @@ def test_a_run_that_fails_has_a_page_where_its_files_are(tmp_path: Path) -> None
     with pytest.raises(RuntimeError), place.claimed(True):
         place.begin()
         place.metric({"step": 1, "epoch": 1, "loss": 2.0})
-        raise RuntimeError("a worker died")
+        raise end("a worker died")
     assert (tmp_path / "x/unfinished/report.html").exists() and not (tmp_path / "x/report.html").exists()
 
 
-def test_a_run_is_running_as_long_as_its_process_has_the_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("end", "state"), [(RuntimeError, "failed"), (KeyboardInterrupt, "stopped")])
+def test_a_run_is_running_as_long_as_its_process_has_the_folder(
+    end: type[BaseException], state: str, tmp_path: Path
+) -> None:
     place, states = RunFolder(tmp_path / "x"), []
-    with pytest.raises(RuntimeError), place.claimed(True):
+    with pytest.raises(end), place.claimed(True):
         place.begin()
         place.metric({"step": 1, "epoch": 1, "loss": 2.0})
         states.append(describe_state(read_run(tmp_path / "x")))
-        raise RuntimeError("a worker died")
+        raise end("a worker died")
     states.append(describe_state(read_run(tmp_path / "x")))
-    assert states == ["running", "stopped"]
+    assert states == ["running", state]
     (data,) = re.findall(r'id="data">([^<]*)<', (tmp_path / "x/report.html").read_text())
     assert json.loads(gzip.decompress(base64.b64decode(data)))["runs"][0]["state"] == "stopped"
 

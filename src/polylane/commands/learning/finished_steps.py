@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from polylane.commands.logs.file_names import METRICS, RUN, UNFINISHED
+from polylane.commands.logs.file_names import METRICS, RUN, find_folder
 from polylane.commands.logs.metrics_file import find_batch
 from polylane.efficiency.noise_estimates import NoiseEstimate
 from polylane.efficiency.noise_window import WINDOW, NoiseScales, NoiseWindows
@@ -77,7 +77,7 @@ def read_options(folder: Path) -> RunOptions:
     Raises:
         PolylaneError: there is no such file, or it is not one of a run.
     """
-    path = _find_file(folder, RUN)
+    path = find_folder(folder) / RUN
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return RunOptions(**content | {"settings": tuple(content["settings"])})
@@ -98,7 +98,7 @@ def read_steps(folder: Path) -> FinishedSteps:
     Raises:
         PolylaneError: the metrics cannot be read.
     """
-    path = _find_file(folder, METRICS)
+    path = find_folder(folder) / METRICS
     windows, measured = NoiseWindows(), deque[int](maxlen=WINDOW)
     steps, changes = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
     try:
@@ -135,8 +135,3 @@ def read_steps(folder: Path) -> FinishedSteps:
 
 def _read_estimate(columns: Mapping[str, Any]) -> NoiseEstimate:
     return NoiseEstimate(float(columns["step_g2"]), float(columns["step_s"]))
-
-
-def _find_file(folder: Path, name: str) -> Path:
-    unfinished = folder / UNFINISHED / name
-    return unfinished if unfinished.exists() else folder / name

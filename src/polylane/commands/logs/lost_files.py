@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from polylane.errors import PolylaneError, describe_disk_error
-from polylane.output import say_at_once
 
 
 class LostFiles:
@@ -55,11 +54,7 @@ class LostFiles:
         try:
             yield
         except OSError as error:
-            self.tell(folder, name, error, loss)
-
-    def tell(self, folder: Path, name: str, error: OSError, loss: str) -> None:
-        """Say once of a file that it cannot be written, why, what is lost, and what to do."""
-        if name not in self._names:
-            self._names.add(name)
-            reason = f"{error.filename or folder} cannot be written: {describe_disk_error(error)}"
-            (self._warn or say_at_once)(f"--run {folder}: {reason}; training continues, and {loss}")
+            if name not in self._names:
+                self._names.add(name)
+                reason = f"{error.filename or folder} cannot be written: {describe_disk_error(error)}"
+                self._warn(f"--run {folder}: {reason}; training continues, and {loss}")

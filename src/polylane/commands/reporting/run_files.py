@@ -17,8 +17,8 @@ from polylane.commands.logs.file_names import (
     PREDICTED,
     TIMELINE,
     TIMELINES,
-    UNFINISHED,
     WHY,
+    find_folder,
 )
 from polylane.diagnosis import report_file
 from polylane.efficiency.noise_window import pick_deciding
@@ -91,11 +91,6 @@ def read_noise(line: Mapping[str, Any]) -> Mapping[str, Any]:
 def read_list(value: Any) -> list[Any]:
     """Return a value of a file that should be a list; an empty one where it is none."""
     return value if isinstance(value, list) else []
-
-
-def find_folder(path: Path) -> Path:
-    """Return the folder that a run's files are in: where an earlier run's stay until this one has ended well, below."""
-    return path / UNFINISHED if os.path.isfile(path / UNFINISHED / METRICS) else path
 
 
 def read_run(path: Path) -> RunFiles:

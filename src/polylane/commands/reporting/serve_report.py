@@ -14,9 +14,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
 
-from polylane.commands.logs.file_names import GOODPUT, METRICS, MODEL, PLAN, PREDICTED, TIMELINE, TIMELINES, WHY
+from polylane.commands.logs.file_names import (
+    GOODPUT,
+    METRICS,
+    MODEL,
+    PLAN,
+    PREDICTED,
+    TIMELINE,
+    TIMELINES,
+    WHY,
+    find_folder,
+)
 from polylane.commands.reporting.report_page import build_page, collect_data, dump
-from polylane.commands.reporting.run_files import find_folder, is_claimed
+from polylane.commands.reporting.run_files import is_claimed
 from polylane.errors import PolylaneError
 
 LOOPBACK = "127.0.0.1"

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from polylane.compile.compiled_training import CompiledTraining
     from polylane.diagnosis.report import HangReport
     from polylane.plan.plan import AnyPlan
+    from polylane.runtime.progress.host_watch import HostWatch
     from polylane.runtime.workers.world import World
 
 R = TypeVar("R", bound="FolderRequest")
@@ -199,6 +200,7 @@ class JoinedTraining:
 
     def __init__(self, request: FolderRequest, folder: RunFolder, stop: StopRequest, launch: Launch) -> None:
         self._folder, self._stop, self._launch = folder, stop, launch
+        self._watch: HostWatch | None = None
 
         def explain_end(number: int) -> str:  # the files may be on another host than a later rank
             return describe_kept(request, folder) if launch.is_first else ""
@@ -232,8 +234,8 @@ class JoinedTraining:
 
         trouble, local_rank = request.trouble, self._launch.local_rank
         # Before the process group, whose threads a fork would leave behind with their locks.
-        self._watch = HostWatch.start(local_rank, trouble.on_hang, trouble.hang_after, keep)
-        world = self._watch.attach(replace(World.join(), stop=self._stop), is_script)
+        self._watch = watch = HostWatch.start(local_rank, trouble.on_hang, trouble.hang_after, keep)
+        world = watch.attach(replace(World.join(), stop=self._stop), is_script)
         if world.store is not None:  # from now on a worker that dies is named
             self._signals.meet_peers(world.store, world.size)
         self._tell = partial(reporter, 0) if self._launch.is_first else ignore
@@ -256,8 +258,13 @@ class JoinedTraining:
     def start(self) -> TrainingOutcome:
         """Train, and return the outcome; a collective."""
         outcome = self._worker.train(self._tell)
-        self._watch.end()
+        self.end_watch()
         return outcome
+
+    def end_watch(self) -> None:
+        """Tell the watch that this worker ends as it should, or by an error that all workers raise."""
+        if self._watch is not None:
+            self._watch.end()
 
     @contextmanager
     def explain_end(self) -> Iterator[None]:
@@ -274,6 +281,7 @@ class JoinedTraining:
                 end_without_steps(self._folder, nothing_left)
         except PolylaneError:
             self._signals.mark_reported()
+            self.end_watch()  # all workers know why: that one of them ends first is no news
             raise
         except INTERRUPTIONS:  # said by who receives the signal
             raise

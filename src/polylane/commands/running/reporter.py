@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -124,13 +124,11 @@ class Reporter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._display.close()
         self._loggers.end()
-        if self._ledger.has_begun:
-            self._place.write(GOODPUT, self._ledger.to_dict())
-        if error is None:
-            self._place.close()
-        else:
-            with suppress(PolylaneError):  # the exception that ended the run matters more
-                self._place.close()
+        self._place.close()
+        # The exception that ended the run matters more than a file that cannot be written.
+        with nullcontext() if error is None else suppress(PolylaneError):
+            if self._ledger.has_begun:
+                self._place.write(GOODPUT, self._ledger.to_dict())
 
 
 def open_reporter(folder: RunFolder, display: Lines, request: FolderRequest, is_first: bool) -> Reporter:

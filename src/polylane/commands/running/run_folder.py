@@ -239,14 +239,12 @@ class RunFolder:
 
         Where that fails, what was written before stays, and it is said once.
         """
-        try:
+        with self._lost.pass_over(self.path, name, "what it had before stays"):
             replace_text(self._at / name, dump_json(data))
-        except OSError as error:
-            self._lost.tell(self.path, name, error, "what it had before stays")
 
     def timelines(self, timeline: Timeline, shown: Mapping[str, Timeline]) -> None:
         """Write the timeline of a typical step, as data and as pictures, and those of all steps that are kept."""
-        with self._lost.pass_over(self.path, file_names.TIMELINE, "the timelines of steps are lost"):
+        with self._lost.pass_over(self.path, file_names.TIMELINE, "some timelines and pictures of steps are lost"):
             self._at.mkdir(parents=True, exist_ok=True)  # it may have been removed during the training
             replace_text(self._at / file_names.TIMELINE, dump_json(timeline.to_dict()))
             steps = {name: step.to_dict() for name, step in shown.items()}
@@ -296,7 +294,9 @@ class RunFolder:
             self.page = write_report(self._at, is_over=True)
         # A page is drawn from files that a user may have changed, at the end of hours of training.
         except Exception as error:
-            (self._warn or say_at_once)(f"{self._at / file_names.REPORT} was not written: {error}")
+            path = str(self._at / file_names.REPORT)
+            sentence = str(error) if str(error).startswith(path) else f"{path} was not written: {error}"
+            (self._warn or say_at_once)(sentence)
 
     def add_weights(self, step: int, write: Callable[[Path], None]) -> Path | None:
         """Add the weights of a run that has made all of its steps, and died before they were written.

@@ -70,7 +70,7 @@ class JoinedScript(JoinedTraining):
 
         silence(world.rank, None)
         end = run_in_session(request, world, self._tell)
-        self._watch.end()
+        self.end_watch()
         return end
 
 
