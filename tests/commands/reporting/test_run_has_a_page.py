@@ -34,7 +34,7 @@ def test_a_run_that_fails_has_a_page_where_its_files_are(tmp_path: Path) -> None
     with pytest.raises(RuntimeError), place.claimed(True):
         place.begin()
         place.metric({"step": 1, "epoch": 1, "loss": 2.0})
-        raise end("a worker died")
+        raise RuntimeError("a worker died")
     assert (tmp_path / "x/unfinished/report.html").exists() and not (tmp_path / "x/report.html").exists()
 
 
@@ -51,7 +51,7 @@ def test_a_run_is_running_as_long_as_its_process_has_the_folder(
     states.append(describe_state(read_run(tmp_path / "x")))
     assert states == ["running", state]
     (data,) = re.findall(r'id="data">([^<]*)<', (tmp_path / "x/report.html").read_text())
-    assert json.loads(gzip.decompress(base64.b64decode(data)))["runs"][0]["state"] == "stopped"
+    assert json.loads(gzip.decompress(base64.b64decode(data)))["runs"][0]["state"] == state
 
 
 def test_a_process_that_does_not_write_writes_no_page(tmp_path: Path) -> None:
