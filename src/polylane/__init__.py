@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from polylane.script.launch import launch
     from polylane.script.prepare import epochs, prepare, resumed
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Names are imported when first asked for, so that `import polylane` and `polylane --help` do not wait for torch.
 _HOMES = {
