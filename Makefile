@@ -76,69 +76,69 @@ demo: $(INSTALLED)
 # Each measures for minutes; `make bench ARGS=--quick` only shows that it works.
 bench: $(INSTALLED)
 	@$(BIN)/python -m benchmarks $(ARGS)
-	@$(BIN)/python -m benchmarks.utilization $(ARGS)
+	@$(BIN)/python -m benchmarks.speed.utilization $(ARGS)
 
 bench-tensor: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.tensor $(ARGS)
+	@$(BIN)/python -m benchmarks.speed.tensor $(ARGS)
 
 bench-balance: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.balance $(ARGS)
+	@$(BIN)/python -m benchmarks.speed.balance $(ARGS)
 
 bench-transport: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.transport $(ARGS)
+	@$(BIN)/python -m benchmarks.speed.transport $(ARGS)
 
 bench-sync: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.sync $(ARGS)
+	@$(BIN)/python -m benchmarks.speed.sync $(ARGS)
 
 bench-sharded: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.sharded $(ARGS)
+	@$(BIN)/python -m benchmarks.speed.sharded $(ARGS)
 
 # Bytes that schedules keep alive; the picture of docs/results/benchmarks.md too.
 bench-memory: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.memory_laws --plot docs/images/memory-laws.svg $(ARGS)
+	@$(BIN)/python -m benchmarks.memory.laws --plot docs/images/memory-laws.svg $(ARGS)
 
 # Trains by a plan that `polylane plan --memory` found, where one device runs out of memory.
 bench-memory-limit: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.memory_limit $(ARGS)
+	@$(BIN)/python -m benchmarks.memory.limit $(ARGS)
 
 bench-zero-bubble: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.zero_bubble $(ARGS)
+	@$(BIN)/python -m benchmarks.speed.zero_bubble $(ARGS)
 
 bench-gpipe: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.gpipe $(ARGS)
+	@$(BIN)/python -m benchmarks.speed.gpipe $(ARGS)
 
 bench-staleness: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.staleness $(ARGS)
+	@$(BIN)/python -m benchmarks.learning.staleness $(ARGS)
 
 # Time to a loss by batch, and what the gradient noise scale says of it.
 bench-batches: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.batches $(ARGS)
+	@$(BIN)/python -m benchmarks.learning.batches $(ARGS)
 
 # What a step costs on a length of text that is new, of an encoder of transformers.
 bench-lengths: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.lengths $(ARGS)
+	@$(BIN)/python -m benchmarks.overhead.lengths $(ARGS)
 
 # What a checkpoint costs the training that it is taken of.
 bench-checkpoints: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.checkpoints $(ARGS)
+	@$(BIN)/python -m benchmarks.overhead.checkpoints $(ARGS)
 
 # What the columns of observed steps cost: blocks of steps with them and without, in turns.
 bench-observing: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.observing $(ARGS)
+	@$(BIN)/python -m benchmarks.overhead.observing $(ARGS)
 
 # What audits cost a training: a thousand steps with them and without, in turns.
 bench-audit: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.audit $(ARGS)
+	@$(BIN)/python -m benchmarks.overhead.audit $(ARGS)
 
 # A prepared script's steps beside a plain loop's, and beside a Job's.
 bench-prepared: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.prepared $(ARGS)
+	@$(BIN)/python -m benchmarks.overhead.prepared $(ARGS)
 
 bench-planner: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.planner $(ARGS)
 
 bench-scale: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.scale $(ARGS)
+	@$(BIN)/python -m benchmarks.planner.scale $(ARGS)
 
 # Measurements that others published, as files of a folder: `make bench-published FOLDER=measured`, or one of them, or
 # any with such columns: `make bench-published FILE=other.csv`. With ARGS=--choose, FSDP's rows are not told how they ran.
@@ -151,7 +151,7 @@ bench-scripts: $(INSTALLED)
 
 # Hangs that others recorded, with the ranks at which they injected a fault: `make bench-recordings FOLDER=fr_traces`.
 bench-recordings: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.flight_recordings $(FOLDER) $(ARGS)
+	@$(BIN)/python -m benchmarks.published.flight_recordings $(FOLDER) $(ARGS)
 
 # Every training of tests/equivalence/trainings by every plan, against a plain loop on one device
 # (docs/explanation/exactness.md). Some of them: `make trainings ONLY="weighted_mean hf_causal"`.

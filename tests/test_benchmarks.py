@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import benchmarks
-from benchmarks import balance, cores
+from benchmarks.speed import balance, cores
 from benchmarks.zoo.packages import load_torchvision
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Action, ActionKind
@@ -38,8 +38,11 @@ def test_control_groups_of_either_version(tmp_path: Path) -> None:
 FOLDER = Path(benchmarks.__file__).parent
 MODULES = sorted(
     [
-        *(file.stem for file in FOLDER.glob("*.py") if '__name__ == "__main__"' in file.read_text()),
-        *(file.parent.name for file in FOLDER.glob("*/__main__.py")),
+        str(file.relative_to(FOLDER)).removesuffix(".py").removesuffix("/__main__").replace("/", ".")
+        for file in FOLDER.rglob("*.py")
+        # Others that have a __main__ are started by these.
+        if file.name == "__main__.py"
+        or ('__name__ == "__main__"' in (text := file.read_text()) and "make_parser(" in text)
     ]
 )
 slow = pytest.mark.slow
@@ -63,27 +66,33 @@ def test_every_benchmark_has_a_command_line(
 
 # Arguments of the shortest run of each, and what it prints.
 QUICK = [
-    pytest.param("observing", [], r"digits by data=2: steps of .* observed: ", marks=slow, id="observing"),
-    pytest.param("audit", [], r"digits by data=2: 30 steps .* audits account for", marks=slow, id="audit"),
+    pytest.param("overhead.observing", [], r"digits by data=2: steps of .* observed: ", marks=slow, id="observing"),
+    pytest.param("overhead.audit", [], r"digits by data=2: 30 steps .* audits account for", marks=slow, id="audit"),
     pytest.param("__main__", ["tiny"], "polylane pipeline=2,schedule=1f1b,microbatches=2", id="benchmarks"),
-    pytest.param("balance", [], r"\| `pipeline=3` \| [\d.]+%|not measured, for ", id="balance"),
-    pytest.param("batches", ["digits"], r"Recommended: \d+, ", marks=slow, id="batches"),
-    pytest.param("gpipe", ["tiny"], r"\| polylane schedule=1f1b \| \d+, \d+ \|", id="gpipe"),
-    pytest.param("checkpoints", [], r"data=2 +\d+ +[\d.]+ +[\d.]+ ", marks=slow, id="checkpoints"),
-    pytest.param("lengths", ["--plans", "data=1"], r"\| polylane data=1 \| [\d.]+ \|", marks=slow, id="lengths"),
-    pytest.param("memory_laws", [], r"\| 1f1b \| 2, 1 \| ([\d.]+ MiB) \| \1 \|", marks=slow, id="memory_laws"),
-    pytest.param("memory_limit", [], r"\* by this plan: trains", marks=slow, id="memory_limit"),
+    pytest.param("speed.balance", [], r"\| `pipeline=3` \| [\d.]+%|not measured, for ", id="balance"),
+    pytest.param("learning.batches", ["digits"], r"Recommended: \d+, ", marks=slow, id="batches"),
+    pytest.param("speed.gpipe", ["tiny"], r"\| polylane schedule=1f1b \| \d+, \d+ \|", id="gpipe"),
+    pytest.param("overhead.checkpoints", [], r"data=2 +\d+ +[\d.]+ +[\d.]+ ", marks=slow, id="checkpoints"),
+    pytest.param(
+        "overhead.lengths", ["--plans", "data=1"], r"\| polylane data=1 \| [\d.]+ \|", marks=slow, id="lengths"
+    ),
+    pytest.param("memory.laws", [], r"\| 1f1b \| 2, 1 \| ([\d.]+ MiB) \| \1 \|", marks=slow, id="memory_laws"),
+    pytest.param("memory.limit", [], r"\* by this plan: trains", marks=slow, id="memory_limit"),
     pytest.param("planner", ["--tasks", "digits"], "7 cases: median error", marks=slow, id="planner"),
-    pytest.param("prepared", [], r"(?s)## digits, one worker.*## gpt, two workers", marks=slow, id="prepared"),
-    pytest.param("scale", [], r"\| 2 layers of GPT-3 \| 8 a100-80g \|", marks=slow, id="scale"),
-    pytest.param("sharded", ["tiny"], "polylane shard=parameters", marks=slow, id="sharded"),
-    pytest.param("staleness", ["digits"], r"schedule=pipedream` \| 1, 0 \| [\d.]+", marks=slow, id="staleness"),
-    pytest.param("sync", ["--only", "outer="], r"\| `data=2,every=8,outer=0.7:0.9` \| [\d.]+%", marks=slow, id="sync"),
-    pytest.param("tensor", ["tiny"], "Their losses differ by ", id="tensor"),
-    pytest.param("transport", [], r"\| broadcast \| 2 \| 1 \|", id="transport"),
-    pytest.param("utilization", [], r"(?s)\| 1f1b, 2 \| [\d.]+%.*\| pipedream, 2 \| [\d.]+%", id="utilization"),
-    pytest.param("witnesses", [], r"\| digits \| data=2 \|", marks=slow, id="witnesses"),
-    pytest.param("zero_bubble", ["tiny"], "torch ScheduleZBVZeroBubble", marks=slow, id="zero_bubble"),
+    pytest.param("overhead.prepared", [], r"(?s)## digits, one worker.*## gpt, two workers", marks=slow, id="prepared"),
+    pytest.param("planner.scale", [], r"\| 2 layers of GPT-3 \| 8 a100-80g \|", marks=slow, id="scale"),
+    pytest.param("speed.sharded", ["tiny"], "polylane shard=parameters", marks=slow, id="sharded"),
+    pytest.param(
+        "learning.staleness", ["digits"], r"schedule=pipedream` \| 1, 0 \| [\d.]+", marks=slow, id="staleness"
+    ),
+    pytest.param(
+        "speed.sync", ["--only", "outer="], r"\| `data=2,every=8,outer=0.7:0.9` \| [\d.]+%", marks=slow, id="sync"
+    ),
+    pytest.param("speed.tensor", ["tiny"], "Their losses differ by ", id="tensor"),
+    pytest.param("speed.transport", [], r"\| broadcast \| 2 \| 1 \|", id="transport"),
+    pytest.param("speed.utilization", [], r"(?s)\| 1f1b, 2 \| [\d.]+%.*\| pipedream, 2 \| [\d.]+%", id="utilization"),
+    pytest.param("overhead.witnesses", [], r"\| digits \| data=2 \|", marks=slow, id="witnesses"),
+    pytest.param("speed.zero_bubble", ["tiny"], "torch ScheduleZBVZeroBubble", marks=slow, id="zero_bubble"),
     pytest.param("zoo", ["--family", "vision_transformers"], r"DeiT +data=2 +equal", marks=slow, id="zoo"),
 ]
 
@@ -100,16 +109,16 @@ def test_files_of_the_zoo_are_named_alike_on_every_machine() -> None:
     from benchmarks.zoo.page import name_files_alike
 
     there = (
-        "x (/a/.venv/lib/python3.11/site-packages/timm/models/vit.py:3) and (/home/me/it/benchmarks/zoo/physics.py:9)"
+        "x (/.venv/lib/python3.11/site-packages/timm/models/vit.py:3) and (/home/me/benchmarks/zoo/models/physics.py:9)"
     )
-    assert name_files_alike(there) == "x (timm/models/vit.py:3) and (benchmarks/zoo/physics.py:9)"
+    assert name_files_alike(there) == "x (timm/models/vit.py:3) and (benchmarks/zoo/models/physics.py:9)"
     generated = "called from /tmp/torch_geometric.nn.conv.sage_conv_SAGEConv_propagate_1p7ckm95.py:83)"
     assert name_files_alike(generated) == "called from torch_geometric.nn.conv.sage_conv_SAGEConv_propagate.py:83)"
 
 
 def test_every_benchmark_has_a_quick_run() -> None:
     # The first three measure nothing here, and read files of others; the last one needs a device.
-    without = {"published", "flight_recordings", "scripts", "gpu"}
+    without = {"published", "published.flight_recordings", "scripts", "gpu"}
     assert {case.values[0] for case in QUICK} | without == set(MODULES)
 
 
@@ -121,13 +130,13 @@ def test_a_quick_run_prints_its_table(
         load_torchvision()
         pytest.importorskip("timm")
     monkeypatch.chdir(FOLDER.parent)  # recipes are named by where they are from there
-    package = Path(FOLDER, module).is_dir()
+    package = Path(FOLDER, module.replace(".", "/")).is_dir()
     main: Any = importlib.import_module(f"benchmarks.{module}{'.__main__' if package else ''}").main
     assert not main([*arguments, "--quick"])
     assert re.search(printed, capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("module", ["benchmarks.__main__", "benchmarks.sharded"])
+@pytest.mark.parametrize("module", ["benchmarks.__main__", "benchmarks.speed.sharded"])
 def test_races_are_of_the_tasks_that_are_named_or_the_usual_ones(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -362,6 +362,13 @@ def test_what_tests_share_is_in_a_folder() -> None:
     assert [rule for rule in ("crowded folders", "long functions", "empty module names") if LAWS[rule](support)] == []
 
 
+def test_benchmarks_keep_the_laws_of_folders_files_and_functions() -> None:
+    """``benchmarks`` has a folder for each subject, and beside them only what they share."""
+    tree = SourceTree(TESTS.parent / "benchmarks")
+    laws = ("crowded folders", "long files", "long functions", "empty module names")
+    assert {law: found for law in laws if (found := LAWS[law](tree))} == {}
+
+
 def test_what_is_pending_is_a_law() -> None:
     assert set(PENDING) | set(ALLOWED) <= set(LAWS)
 

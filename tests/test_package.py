@@ -1,7 +1,6 @@
-"""The package as users get it: a wheel and a source archive, each trained from in an environment outside the repository.
+"""The package as users get it: a wheel and a source archive, each trained from outside the repository.
 
-That environment has what polylane depends on, and polylane only from the archive. `make package` builds the same two, and
-tries the wheel in an environment in which pip finds everything anew.
+The environment has what polylane depends on, and polylane from the archive alone. `make package` builds the two.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import pytest
 import polylane
 from tests.docs.page_blocks import ROOT
 
-RECIPE = '''
+RECIPE = """
 import torch
 from torch import nn
 
@@ -38,7 +37,7 @@ def optimizer(parameters):
 
 def data(split):
     return [(torch.randn(4, generator=torch.Generator().manual_seed(i)), i % 2) for i in range(32)]
-'''
+"""
 
 
 def run(folder: Path, *command: object) -> str:

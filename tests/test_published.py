@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import published, published_costs, published_gpipe, published_rows
-from benchmarks.amoebanet import AmoebaNet
-from benchmarks.published_gpipe import Experiment
-from benchmarks.published_rows import KINDS, Decoder
-from benchmarks.published_scores import Case, mean_error, percentile, problems, rank_correlation, ranks, regret
+from benchmarks.published import __main__ as published
+from benchmarks.published import costs as published_costs
+from benchmarks.published import gpipe as published_gpipe
+from benchmarks.published import rows as published_rows
+from benchmarks.published.amoebanet import AmoebaNet
+from benchmarks.published.gpipe import Experiment
+from benchmarks.published.rows import KINDS, Decoder
+from benchmarks.published.scores import Case, mean_error, percentile, problems, rank_correlation, ranks, regret
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import predict
 from polylane.errors import PolylaneError

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import published, published_choices
-from benchmarks.published_rows import Decoder, Row
+from benchmarks.published import __main__ as published
+from benchmarks.published import choices as published_choices
+from benchmarks.published.rows import Decoder, Row
 from polylane.cost.operators.training_options import TrainingOptions
 
 MODEL = Decoder(2, 64, 256, 4, 32, 128, fused=True)

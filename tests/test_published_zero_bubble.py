@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import published, published_rows
-from benchmarks import published_zero_bubble as zero_bubble
-from benchmarks.published_scores import mean_error, problems, regret
-from benchmarks.published_zero_bubble import Gpt, PipelineRun
+from benchmarks.published import __main__ as published
+from benchmarks.published import rows as published_rows
+from benchmarks.published import zero_bubble
+from benchmarks.published.scores import mean_error, problems, regret
+from benchmarks.published.zero_bubble import Gpt, PipelineRun
 from polylane.errors import PolylaneError
 
 TINY = Gpt(layers=6, hidden=64, heads=4, samples=2)

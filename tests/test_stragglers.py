@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.stragglers import Straggler
+from benchmarks.speed.stragglers import Straggler
 
 
 def test_in_every_step_or_in_one_of_several() -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from benchmarks.zoo.convolutional import CONVOLUTIONAL
-from benchmarks.zoo.dense import DENSE
 from benchmarks.zoo.entry import Entry, Family
-from benchmarks.zoo.experts import EXPERTS
-from benchmarks.zoo.generative import GENERATIVE
-from benchmarks.zoo.graphs import GRAPHS
-from benchmarks.zoo.language import LANGUAGE
-from benchmarks.zoo.physics import PHYSICS
-from benchmarks.zoo.recommenders import RECOMMENDERS
-from benchmarks.zoo.recurrent import RECURRENT
-from benchmarks.zoo.speech import SPEECH
-from benchmarks.zoo.two_tower import TWO_TOWER
-from benchmarks.zoo.vision_transformers import VISION_TRANSFORMERS
+from benchmarks.zoo.models.convolutional import CONVOLUTIONAL
+from benchmarks.zoo.models.dense import DENSE
+from benchmarks.zoo.models.experts import EXPERTS
+from benchmarks.zoo.models.generative import GENERATIVE
+from benchmarks.zoo.models.graphs import GRAPHS
+from benchmarks.zoo.models.language import LANGUAGE
+from benchmarks.zoo.models.physics import PHYSICS
+from benchmarks.zoo.models.recommenders import RECOMMENDERS
+from benchmarks.zoo.models.recurrent import RECURRENT
+from benchmarks.zoo.models.speech import SPEECH
+from benchmarks.zoo.models.two_tower import TWO_TOWER
+from benchmarks.zoo.models.vision_transformers import VISION_TRANSFORMERS
 
 FAMILIES: tuple[Family, ...] = (
     CONVOLUTIONAL,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.closed_form import pipelined
+from benchmarks.published.closed_form import pipelined
 from polylane.cluster.cluster_file import from_mapping
 from polylane.cluster.spec import parse
 from polylane.cost.cost_table import OperatorWork

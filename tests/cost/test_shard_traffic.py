@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.closed_form import block_seconds, pipelined, scattered, sharded
+from benchmarks.published.closed_form import block_seconds, pipelined, scattered, sharded
 from polylane.cluster.spec import parse
 from polylane.cost.cost_table import CostTable
 from polylane.cost.network import collectives as network

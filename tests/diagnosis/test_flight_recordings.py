@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import flight_recordings
+from benchmarks.published import flight_recordings
 
 # Two groups of two ranks, and one of all four.
 GROUPS = {"0": (0, 1, 2, 3), "5": (0, 1), "6": (2, 3)}

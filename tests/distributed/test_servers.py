@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.stragglers import Straggler, slow_down
+from benchmarks.speed.stragglers import Straggler, slow_down
 from polylane.commands.running import worker as running_worker
 from polylane.commands.running.resume import NothingLeft
 from polylane.errors import PolylaneError, WorkerFailed

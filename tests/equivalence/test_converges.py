@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import sync
+from benchmarks.speed import sync
 from polylane.recipe import load
 
 ROOT = Path(__file__).parents[2]

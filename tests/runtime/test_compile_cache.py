@@ -87,7 +87,7 @@ def warm_step(job: Job) -> set[str]:
     for _ in range(2):
         job.step(batch)
     results = list[StepResult]()
-    for _ in range(20):  # one of a few is observed: that is measured by itself, see benchmarks/observing.py
+    for _ in range(20):  # one of a few is observed: that is measured by itself, see benchmarks/overhead/observing.py
         left_out = TRANSPORT if job.world.size > 1 else "nothing"
         found = files_called(lambda: results.append(job.step(batch)), left_out)
         if not results[-1].facts:

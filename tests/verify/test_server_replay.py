@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.stragglers import Straggler, slow_down
+from benchmarks.speed.stragglers import Straggler, slow_down
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.plan.spec import parse

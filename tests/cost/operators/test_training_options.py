@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.closed_form import sharded
+from benchmarks.published.closed_form import sharded
 from polylane.cost.network import collectives as network
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.plan_cost import PlanCost

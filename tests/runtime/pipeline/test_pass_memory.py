@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.memory_laws import MICROBATCHES, SCHEDULES, WORKERS, Held, Subject, gpt, measure
-from benchmarks.memory_plot import draw
+from benchmarks.memory.laws import MICROBATCHES, SCHEDULES, WORKERS, Held, Subject, gpt, measure
+from benchmarks.memory.plot import draw
 from tests.support.workers.training import classify
 
 WIDTH, SAMPLES, BLOCKS, DEPTH = 16, 64, 4, 4

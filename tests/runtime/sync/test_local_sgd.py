@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import stragglers
-from benchmarks.stragglers import Straggler, slow_down
+from benchmarks.speed import stragglers
+from benchmarks.speed.stragglers import Straggler, slow_down
 from polylane.auto.parallelize import parallelize
 from polylane.compile.objectives import Objective
 from polylane.compile.sample_shares import compute_shares

@@ -1,0 +1,1 @@
+"""What a training reaches in samples and in seconds: by batch, and on stale weights."""

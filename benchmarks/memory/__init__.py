@@ -1,0 +1,1 @@
+"""Bytes that schedules keep alive, against theory, and trainings under a limit of memory."""

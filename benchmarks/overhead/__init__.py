@@ -1,0 +1,1 @@
+"""What checks, checkpoints, audits, observing and preparing cost a training."""

@@ -1,0 +1,1 @@
+"""Predicted against measured steps on this machine, and how long planning takes."""

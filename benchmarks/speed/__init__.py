@@ -1,0 +1,1 @@
+"""Steps beside one device and beside other libraries, messages, and utilization against theory."""

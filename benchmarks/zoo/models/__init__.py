@@ -1,0 +1,1 @@
+"""The models of the zoo, a file for each family of them."""
