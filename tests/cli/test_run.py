@@ -111,6 +111,17 @@ def test_a_script_logs_its_gradient_noise(scripts: Path) -> None:
         assert execute(scripts, line)[0] == plain
         steps, _ = metrics(scripts / "run/noisy")
         assert [step["noise"]["parts"] for step in steps] == [2] * len(steps) and len(steps) >= 2
+        assert all(step["noise"]["population"] is None for step in steps)  # its data are not known
+
+
+def test_what_a_script_says_of_its_gradient_noise_is_by_its_option(scripts: Path) -> None:
+    """off: nothing; on: why it cannot be measured; auto: nothing there, and the script runs."""
+    alone = "tiny_script.py --plan data=1,pipeline=2,microbatches=1"
+    execute(scripts, "run tiny_script.py --plan data=2 --noise off --run run/quiet -- --epochs 2")
+    assert not any("noise" in step for step in metrics(scripts / "run/quiet")[0])
+    assert "no parts of it to compare" in execute(scripts, f"run {alone} --noise on", code=2)[1]
+    execute(scripts, f"run {alone} --run run/alone -- --epochs 2")
+    assert not any("noise" in step for step in metrics(scripts / "run/alone")[0])
 
 
 def test_alone_and_without_a_plan_a_script_runs_as_it_is(scripts: Path) -> None:

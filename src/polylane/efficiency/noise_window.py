@@ -38,8 +38,8 @@ class NoiseScale:
     """What the batches of a window say of the gradient noise scale.
 
     Attributes:
-        gradient: mean estimate of the squared norm of the expected gradient, 𝒢².
-        spread: mean estimate of the trace of one sample's covariance, S.
+        gradient: mean estimate of the squared norm of the expected gradient, 𝒢²; NaN of no batches.
+        spread: mean estimate of the trace of one sample's covariance, S; NaN of no batches.
         batches: number of batches that are averaged.
         effective: number of independent batches that would tell as much.
         scale: S / 𝒢², in samples; None: not enough data yet, 𝒢² is within two standard errors of 0.
@@ -161,7 +161,7 @@ def measure_noise_scale(estimates: Iterable[NoiseEstimate]) -> NoiseScale:
     pairs = np.array([(estimate.spread, estimate.gradient) for estimate in estimates], dtype=np.float64).reshape(-1, 2)
     count = len(pairs)
     if count < FEWEST:
-        spread, gradient = pairs.mean(axis=0) if count else (0.0, 0.0)
+        spread, gradient = pairs.mean(axis=0) if count else (math.nan, math.nan)
         return NoiseScale(float(gradient), float(spread), count, float(count))
     spread, gradient = (float(mean) for mean in pairs.mean(axis=0))
     # What the ratio's error is made of, to first order: where it is correlated from batch to batch, so is the ratio's.
