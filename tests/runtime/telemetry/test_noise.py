@@ -16,6 +16,7 @@ from polylane.efficiency.noise_estimates import NoiseEstimate, estimate_noise
 from polylane.efficiency.noise_window import NoiseScale
 from polylane.errors import PolylaneError
 from polylane.graph.batch import split_bounds
+from polylane.optim import LAMB
 from polylane.recipe import Mean
 from polylane.runtime.job import Job
 from polylane.runtime.telemetry.noise_log import NoiseLog
@@ -190,6 +191,25 @@ def test_as_adam_divides_gradients_of_which_replicas_have_shards(plan: str) -> N
     expected = plain_estimates(model, batches, every(SAMPLES, 4), build=adamw)
     for readings in workers(lambda job: measure(job, batches), model, plan, example=batches[0], optimizer=adamw):
         assert_alike(readings, expected)
+
+
+def test_parameters_that_one_replica_updates_as_a_whole_are_divided_alike() -> None:
+    """LAMB has a trust ratio for each parameter: under ZeRO every one has an owner, and others have no part of it."""
+
+    def lamb(parameters: Any) -> torch.optim.Optimizer:
+        return LAMB(list(parameters), lr=0.01)
+
+    def scaled(plan: str) -> list[list[tuple[float, float]]]:
+        options: dict[str, Any] = {"example": batches[0], "optimizer": lamb}
+        results = workers(lambda job: measure(job, batches), mlp(6, 12, 12, 4), plan, **options)
+        found = [[r.estimate(preconditioned=True) for r in readings if r is not None] for readings in results]
+        return [[(e.gradient, e.spread) for e in estimates if e is not None] for estimates in found]
+
+    batches = [batch_of(SAMPLES, step) for step in range(8)]
+    (expected, _), sharded = scaled("data=2"), scaled("data=2,shard=optimizer")
+    assert len(expected) == 3 and all(
+        found == [pytest.approx(pair, rel=1e-9) for pair in expected] for found in sharded
+    )
 
 
 def test_shards_of_parameters_have_no_preconditioned_noise() -> None:

@@ -139,6 +139,7 @@ function marks(events) {
     ctx.save();
     ctx.strokeStyle = ctx.fillStyle = colour("bad");
     ctx.setLineDash([4, 4]);
+    ctx.textAlign = "left";
     ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
     for (const event of events) {
       const x = plot.valToPos(event.step, "x", true);
@@ -147,7 +148,7 @@ function marks(events) {
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
-      ctx.fillText(event.mark, x + 3, bbox.top + 12 * devicePixelRatio);
+      ctx.fillText(event.mark, x + 3 * devicePixelRatio, bbox.top + 12 * devicePixelRatio);
     }
     ctx.restore();
   } } };
