@@ -13,6 +13,9 @@ import pytest
 from polylane.commands.reporting.page_data import describe_state
 from polylane.commands.reporting.page_verdict import find_verdict
 from polylane.commands.reporting.run_files import read_run
+from polylane.commands.running.run_folder import RunFolder
+from polylane.commands.why import read_report
+from polylane.errors import PolylaneError
 from tests.support.workers import forked_commands
 
 RECIPE = """
@@ -122,6 +125,22 @@ def test_a_run_that_ended_well_has_no_report(folder: Path) -> None:
     assert train("--epochs 1").returncode == 0
     why = polylane("why run")
     assert (why.returncode, why.stderr) == (2, "polylane: run has no report: none of its workers hung or failed\n")
+
+
+def test_of_a_run_without_a_report_it_is_told_how_it_is(tmp_path: Path) -> None:
+    place, said = RunFolder(tmp_path / "x"), list[str]()
+    with pytest.raises(KeyboardInterrupt), place.claimed(True):
+        place.begin()
+        place.metric({"step": 1})
+        with pytest.raises(PolylaneError) as refused:
+            read_report(tmp_path / "x")
+        said.append(str(refused.value))
+        raise KeyboardInterrupt
+    with pytest.raises(PolylaneError) as refused:
+        read_report(tmp_path / "x")
+    said.append(str(refused.value))
+    assert "it is running, and none of its workers has hung or failed" in said[0]
+    assert "it was ended before its training was done, by a signal" in said[1]
 
 
 def test_a_result_that_is_never_a_number(folder: Path) -> None:

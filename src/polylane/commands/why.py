@@ -84,7 +84,7 @@ def _describe_lack(run: Path) -> str:
     if is_claimed(run):
         return "has no report: it is running, and none of its workers has hung or failed"
     if os.path.isfile(find_folder(run) / METRICS) and not os.path.isfile(find_folder(run) / MODEL):
-        return "has no report: its process was ended before its training was, by a signal, and could not write one"
+        return "has no report: it was ended before its training was done, by a signal such as that of Ctrl-C or kill"
     return "has no report: none of its workers hung or failed"
 
 
