@@ -14,7 +14,15 @@ class PolylaneError(Exception):
     """A message for the user: one sentence that says what was wrong, where, and what to do.
 
     The command line prints it without a traceback and exits with code 2. A mistake of our own is any other exception.
-    What a file, a name or another exception put into the sentence is cleaned and shortened (:func:`clean_sentence`).
+    What a file, a name or another exception put into the sentence is cleaned and shortened (``clean_sentence``).
+
+    Examples:
+        >>> import polylane
+        >>> try:
+        ...     polylane.data_parallel()
+        ... except polylane.PolylaneError as error:
+        ...     print(error)
+        data_parallel takes one nn.Module or several
     """
 
     def __str__(self) -> str:
@@ -30,7 +38,22 @@ INTERRUPTIONS = (KeyboardInterrupt, GeneratorExit, Interruption)
 
 
 class NotFinite(PolylaneError):
-    """Weights hold NaN or infinity, and are not saved for this reason."""
+    """Weights hold NaN or infinity, and are not saved for this reason.
+
+    Examples:
+        >>> import torch, polylane
+        >>> from polylane.errors import NotFinite
+        >>> model = torch.nn.Linear(8, 1)
+        >>> batch = torch.ones(4, 8), torch.zeros(4, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> job = polylane.parallelize(model, torch.nn.MSELoss(), sgd, example=batch, audit="off")
+        >>> job.load_state_dict({"weight": torch.full((1, 8), torch.nan), "bias": torch.zeros(1)})
+        >>> try:
+        ...     job.save("model.safetensors")
+        ... except NotFinite as error:
+        ...     print(error)
+        weight holds NaN, so that model.safetensors was not written
+    """
 
 
 class AuditFailed(PolylaneError):
@@ -47,7 +70,16 @@ class WorkerFailed(Exception):
         error_type: name of the exception's class, or of the signal that ended the worker (``"SIGKILL"``).
         error_message: text of the exception in the worker.
         traceback: the original traceback in the worker, formatted; empty for a worker that was killed.
-        stage, microbatch, module, source: where it happened, as far as it is known (see :class:`ActionFailed`).
+        stage, microbatch, module, source: where it happened, as far as it is known (see ``ActionFailed``).
+
+    Examples:
+        >>> import polylane
+        >>> from polylane.errors import WorkerFailed
+        >>> try:
+        ...     polylane.launch(lambda: 1 / 0, workers=2)
+        ... except WorkerFailed as error:
+        ...     print(error.error_type, error.error_message)
+        ZeroDivisionError division by zero
     """
 
     def __init__(
@@ -95,6 +127,12 @@ class WorkerHung(WorkerFailed):
         ranks: ranks of the workers to blame, or of all that wait for a link.
         sentence: which worker, where, since when, what it does, and who waits for it.
         stack: what its main thread was calling, the innermost call last; empty where that is not known.
+
+    Examples:
+        >>> from polylane.errors import WorkerHung
+        >>> error = WorkerHung([1], "rank 1 has made no progress for 8.1 s")
+        >>> print(error)
+        the training hangs: rank 1 has made no progress for 8.1 s
     """
 
     def __init__(self, ranks: Sequence[int], sentence: str, stack: str = "") -> None:
@@ -117,10 +155,30 @@ class ActionFailed(Exception):
 
     Args:
         rank: rank of the worker that raised.
-        stage, microbatch: numbers of stage and microbatch, from 0; None for what is done once a step.
+        stage: number of the stage, from 0; None for what is done once a step.
+        microbatch: number of the microbatch, from 0; None for what is done once a step.
         module: path of the user's module, such as ``layers.3.attn``.
         source: line of the user's code, such as ``model.py:42: x = self.attn(x)``.
         cause_traceback: formatted traceback of the cause, after unpickling.
+
+    Examples:
+        >>> import torch, polylane
+        >>> from polylane.errors import ActionFailed
+        >>> class Picky(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         if (x < 0).any():
+        ...             raise ValueError("no negative inputs")
+        ...         return x
+        >>> model = torch.nn.Sequential(Picky(), torch.nn.Linear(8, 1))
+        >>> batch = torch.ones(4, 8), torch.zeros(4, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> job = polylane.parallelize(model, torch.nn.MSELoss(), sgd, example=batch, audit="off")
+        >>> try:
+        ...     job.step((-batch[0], batch[1]))
+        ... except ActionFailed as error:
+        ...     failure = error
+        ...     print(f"rank {error.rank}, module {error.module}: {error.cause}")
+        rank 0, module 0: ...no negative inputs...
     """
 
     def __init__(
@@ -142,12 +200,22 @@ class ActionFailed(Exception):
 
     @property
     def cause(self) -> BaseException | None:
-        """The original exception; None in another process than the worker's."""
+        """The original exception; None in another process than the worker's.
+
+        Examples:
+            >>> failure.cause is None
+            False
+        """
         return self.__cause__
 
     @property
     def cause_traceback(self) -> str:
-        """The original exception with its traceback, formatted; kept by pickling."""
+        """The original exception with its traceback, formatted; kept by pickling.
+
+        Examples:
+            >>> failure.cause_traceback.splitlines()[0]
+            'Traceback (most recent call last):'
+        """
         if self.__cause__ is None:
             return self._cause_traceback
         return "".join(traceback.format_exception(self.__cause__))

@@ -54,6 +54,20 @@ class Mean:
     Args:
         total: scalar tensor, the sum of the loss over the elements that count.
         count: number of these elements, or the sum of their weights; a scalar, through which no gradient flows.
+
+    Examples:
+        The loss of a language model, whose sequences have different numbers of labels:
+
+        >>> import torch, polylane
+        >>> from torch.nn import functional as F
+        >>> def loss(model, batch):
+        ...     tokens, labels = batch
+        ...     total = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-1, reduction="sum")
+        ...     return polylane.Mean(total, (labels != -1).sum())
+        >>> model = torch.nn.Embedding(10, 10)
+        >>> labels = torch.tensor([[1, 2, -1], [3, -1, -1]])
+        >>> loss(model, (torch.zeros(2, 3, dtype=torch.long), labels)).count
+        tensor(3)
     """
 
     total: Tensor
@@ -65,7 +79,12 @@ class Mean:
 
     @property
     def value(self) -> Tensor:
-        """The mean itself, a scalar."""
+        """The mean itself, a scalar.
+
+        Examples:
+            >>> polylane.Mean(torch.tensor(6.0), 3).value
+            tensor(2.)
+        """
         return self.total / self.count
 
 

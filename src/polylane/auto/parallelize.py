@@ -63,17 +63,17 @@ def parallelize(
 
     Args:
         model: an ordinary ``nn.Module``. If the weights of workers differ, those of rank 0 are used.
-        loss: ``loss(model, batch)``, which returns a scalar mean or a :class:`polylane.Mean`; or a criterion, called as
+        loss: ``loss(model, batch)``, which returns a scalar mean or a ``polylane.Mean``; or a criterion, called as
             ``criterion(model(x), y)``; or several by name.
         optimizer: a torch.optim optimizer over the model's parameters; or a function that builds one from (name,
             parameter) pairs; or one for each loss. It steps on the parameters, or shards of them, that a worker holds.
         example: a batch that has the structure and, unless ``batch_size`` is given, the size of the training batches.
-        plan: a line such as ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, a :class:`polylane.plan.plan.Plan`,
+        plan: a line such as ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, a ``polylane.plan.plan.Plan``,
             or ``"auto"``: rank 0 measures the model on the example and chooses the plan that is predicted to be the
             fastest on all workers. "auto" supports one loss, and workers on one host.
         scheduler: function that builds a learning-rate scheduler from the optimizer. It is stepped after every step;
             leave it out to step a scheduler yourself.
-        metrics: ``metrics(model, batch)``, a dict of what :meth:`polylane.Job.evaluate_dataset` returns, by name.
+        metrics: ``metrics(model, batch)``, a dict of what ``polylane.Job.evaluate_dataset`` returns, by name.
         batch_size: number of samples in a training batch. Default: that of the example.
         clip_norm: maximum 2-norm of the gradients of all parameters of the optimizer. Default: no clipping.
         seed: seed of the order of samples and of the model's random numbers.
@@ -83,17 +83,35 @@ def parallelize(
         alone: allow a single process (``python script.py``) to train with a plan for several workers, as a reference.
             Options without a meaning on one worker (stale weights, averaging every n steps) are ignored.
         on_hang: what to do if a worker hangs while others wait for it: ``"stop"`` reports it on stderr and kills it,
-            and the others raise :class:`polylane.errors.WorkerHung`; ``"wait"`` only reports it; None: no check.
+            and the others raise ``polylane.errors.WorkerHung``; ``"wait"`` only reports it; None: no check.
         hang_after: seconds without progress after which a worker is considered hung. Default: 8 s more than a step.
         audit: repeat steps 1, 2, 4, 8, ... and the first of each epoch with your own code in a separate process, and
             compare the results. A difference is an error, or a warning with ``"warn"``; ``"auto"`` bounds the cost to
             1% of the training time; ``"off"`` disables audits.
 
     Returns:
-        This worker's :class:`polylane.Job`.
+        This worker's ``polylane.Job``.
 
     Raises:
         PolylaneError: the plan does not fit the workers or the model, or no plan does; the message says why.
+
+    Examples:
+        >>> import torch, polylane
+        >>> model = torch.nn.Linear(8, 3)
+        >>> data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(3, (64,)))
+        >>> job = polylane.parallelize(
+        ...     model,
+        ...     torch.nn.CrossEntropyLoss(),
+        ...     torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     example=next(iter(torch.utils.data.DataLoader(data, batch_size=16))),
+        ...     plan="data=2",
+        ...     alone=True,  # so that this runs without torchrun, too
+        ... )
+        >>> for batch in job.batches(data, batch_size=16, epochs=2):
+        ...     result = job.step(batch)
+        >>> result.step
+        7
+        >>> job.close()
     """
     world = watch_script(World.join(), on_hang, hang_after)
     of_loss = build_objectives(loss, optimizer, scheduler, metrics)  # type: ignore[arg-type]  # see TrainingProblem

@@ -43,6 +43,11 @@ class PlanStrategy(SingleDeviceStrategy):
             environment variable ``POLYLANE_PLAN``.
         checkpoint_io: how checkpoints are written and read; default: by torch.
         precision_plugin: precision of the training; default: what the Trainer's ``precision`` says.
+
+    Examples:
+        >>> from lightning import Trainer
+        >>> from polylane.integrations.lightning import PlanStrategy
+        >>> trainer = Trainer(max_epochs=10, strategy=PlanStrategy(), logger=False)
     """
 
     strategy_name = "polylane"

@@ -55,6 +55,12 @@ class PlanTrainingArguments(TrainingArguments):
 
     Raises:
         PolylaneError: an argument says what a plan says, or what no plan can do.
+
+    Examples:
+        >>> from polylane.integrations.transformers import PlanTrainingArguments
+        >>> arguments = PlanTrainingArguments("out", per_device_train_batch_size=16, report_to="none")
+        >>> arguments.chosen_plan is None
+        True
     """
 
     plan: str | None = field(default=None, metadata={"help": "Plan of polylane, such as data=2,pipeline=2."})
@@ -113,7 +119,7 @@ def _alone() -> Iterator[None]:
 class PlanTrainer(Trainer):
     """``transformers.Trainer`` whose model is trained under the plan of its arguments.
 
-    After :meth:`train` model and optimizer are whole on every worker, and compute by themselves. A Trainer of another
+    After ``train`` model and optimizer are whole on every worker, and compute by themselves. A Trainer of another
     class is ``class MyTrainer(PlanTrainer, Seq2SeqTrainer)``.
 
     Args:
@@ -122,7 +128,25 @@ class PlanTrainer(Trainer):
         options: further arguments of ``transformers.Trainer``.
 
     Raises:
-        PolylaneError: the arguments are not :class:`PlanTrainingArguments`, or the model is divided in another way.
+        PolylaneError: the arguments are not ``PlanTrainingArguments``, or the model is divided in another way.
+
+    Examples:
+        >>> import torch
+        >>> from polylane.integrations.transformers import PlanTrainer, PlanTrainingArguments
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(8, 3)
+        ...
+        ...     def forward(self, inputs, labels):
+        ...         logits = self.layer(inputs)
+        ...         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+        >>> samples = [{"inputs": torch.ones(8), "labels": torch.tensor(1)} for _ in range(32)]
+        >>> arguments = PlanTrainingArguments("out", max_steps=2, report_to="none", disable_tqdm=True, use_cpu=True)
+        >>> trainer = PlanTrainer(Model(), arguments, train_dataset=samples)
+        >>> trainer.train().global_step
+        {...}
+        2
     """
 
     def __init__(self, model: Any = None, args: Any = None, **options: Any) -> None:

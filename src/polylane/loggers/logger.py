@@ -22,6 +22,13 @@ class RunFacts:
         workers: number of workers that the plan takes.
         resumed_at: step of the checkpoint that it goes on from; None: it begins.
         options: the options of the command line that were given, by name, as text or numbers.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from polylane.loggers.logger import RunFacts
+        >>> run = RunFacts("digits", Path("run/digits"), "data=2", workers=2, resumed_at=None, options={"batch": 64})
+        >>> run.name
+        'digits'
     """
 
     name: str
@@ -37,16 +44,53 @@ class Logger(Protocol):
 
     A class with these three methods is a logger: ``--log mymodule:MyLogger`` makes one, without arguments. What it
     raises is a warning, and it receives no more.
+
+    Examples:
+        A logger that writes a line for each step:
+
+        >>> from pathlib import Path
+        >>> from polylane.loggers.logger import Logger, RunFacts
+        >>> class Lines:
+        ...     def begin(self, run):
+        ...         self.file = open(run.folder / "lines.txt", "a")
+        ...
+        ...     def log(self, values, step):
+        ...         self.file.write(f"{step} {values.get('train/loss')}\\n")
+        ...
+        ...     def end(self):
+        ...         self.file.close()
+        >>> logger: Logger = Lines()
     """
 
     def begin(self, run: RunFacts) -> None:
-        """Begin, or go on after ``run.resumed_at`` steps."""
+        """Begin, or go on after ``run.resumed_at`` steps.
+
+        Args:
+            run: the run; its folder exists.
+
+        Examples:
+            >>> logger.begin(RunFacts("digits", Path("."), "data=2", workers=2, resumed_at=None, options={}))
+        """
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Receive numbers of a step, by name: ``train/loss``, ``test/accuracy``; only finite ones."""
+        """Receive numbers of a step, by name: ``train/loss``, ``test/accuracy``; only finite ones.
+
+        Args:
+            values: finite numbers, by names such as ``train/loss``.
+            step: number of the step, from 1.
+
+        Examples:
+            >>> logger.log({"train/loss": 0.5}, step=1)
+        """
 
     def end(self) -> None:
-        """Write what has not been written; no more numbers come, or the run begins again after a failure."""
+        """Write what has not been written; no more numbers come, or the run begins again after a failure.
+
+        Examples:
+            >>> logger.end()
+            >>> Path("lines.txt").read_text()
+            '1 0.5\\n'
+        """
 
 
 class LoggerGroup:

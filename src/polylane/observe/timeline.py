@@ -33,6 +33,13 @@ class Span:
             send or receive, the gradients of a reduce, and what a pass or a step sends in the collectives inside it.
             The traffic of the collective's algorithm may be another. 0 where nothing was counted.
         is_hung: whether it had not ended when the training stood still for it; such spans are not written into files.
+
+    Examples:
+        >>> from polylane.observe.timeline import Span, Timeline
+        >>> from polylane.schedule.action import Action, ActionKind
+        >>> span = Span(rank=0, action=Action(ActionKind.FORWARD, stage=0, microbatch=0), start=0.0, end=0.5)
+        >>> Timeline((span,), ranks=2).utilization()
+        0.5
     """
 
     rank: int
@@ -59,6 +66,16 @@ class Timeline:
 
     Raises:
         ValueError: a span's rank is outside the lanes, or it ends before it starts.
+
+    Examples:
+        >>> import json, torch, polylane
+        >>> model = torch.nn.Linear(8, 1)
+        >>> batch = torch.ones(16, 8), torch.zeros(16, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        >>> job = polylane.parallelize(model, torch.nn.MSELoss(), sgd, example=batch, audit="off")
+        >>> timeline = job.step(batch).timeline
+        >>> [str(span.action.kind) for span in timeline.spans]
+        ['forward', 'backward', 'step']
     """
 
     spans: tuple[Span, ...]
@@ -86,15 +103,30 @@ class Timeline:
         return str(import_module("polylane.observe.swimlane.notebook_cell").draw_cell(self))
 
     def start(self) -> float:
-        """Return when the first span starts; 0 where there is none."""
+        """Return when the first span starts; 0 where there is none.
+
+        Examples:
+            >>> timeline.start()
+            0.0
+        """
         return min((span.start for span in self.spans), default=0)
 
     def makespan(self) -> float:
-        """Return the time from the first span's start to the last span's end, over all ranks; 0 without spans."""
+        """Return the time from the first span's start to the last span's end, over all ranks; 0 without spans.
+
+        Examples:
+            >>> 0 < timeline.makespan() < 10
+            True
+        """
         return max((span.end for span in self.spans), default=0) - self.start()
 
     def lanes(self) -> tuple[tuple[Span, ...], ...]:
-        """Return the spans of each rank in order of start; of two that start together, the longer one first."""
+        """Return the spans of each rank in order of start; of two that start together, the longer one first.
+
+        Examples:
+            >>> len(timeline.lanes())
+            1
+        """
         lanes: list[list[Span]] = [[] for _ in range(self.ranks)]
         for span in self.spans:
             lanes[span.rank].append(span)
@@ -103,20 +135,34 @@ class Timeline:
     def busy(self) -> tuple[float, ...]:
         """Return for each rank the time in which it computes, less what it waited inside; overlaps count once.
 
-        What it does with the rest of its time: :func:`polylane.observe.time_account.account_time`.
+        What it does with the rest of its time: ``polylane.observe.time_account.account_time``.
+
+        Examples:
+            >>> len(timeline.busy())
+            1
         """
         compute = (_spans_of_kinds(lane, COMPUTE) for lane in self.lanes())
         return tuple(max(0, _length(union_intervals(spans)) - sum(span.waited for span in spans)) for spans in compute)
 
     def sent(self) -> tuple[int, ...]:
-        """Return for each rank the bytes of its sends, its reduces and the collectives inside its actions."""
+        """Return for each rank the bytes of its sends, its reduces and the collectives inside its actions.
+
+        Examples:
+            >>> timeline.sent()
+            (0,)
+        """
         sent = [0] * self.ranks
         for span in self.spans:
             sent[span.rank] += 0 if span.action.kind is ActionKind.RECEIVE else span.bytes
         return tuple(sent)
 
     def utilization(self) -> float:
-        """Return the coloured area over the rectangle: busy time of all ranks / (ranks x makespan), from 0 to 1."""
+        """Return the coloured area over the rectangle: busy time of all ranks / (ranks x makespan), from 0 to 1.
+
+        Examples:
+            >>> 0 < timeline.utilization() <= 1
+            True
+        """
         # An empty timeline has no area, and utilization 0.
         area = self.ranks * self.makespan()
         return sum(self.busy()) / area if area else 0.0
@@ -125,6 +171,10 @@ class Timeline:
         """Return for each rank its busy time over the time from its first span to its last one; 0 without spans.
 
         Bubbles before and after are left out: with the next step they may be filled, those in between may not.
+
+        Examples:
+            >>> len(timeline.worker_utilization())
+            1
         """
         ends = [(lane[0].start, max(span.end for span in lane)) if lane else (0, 0) for lane in self.lanes()]
         return tuple(
@@ -137,6 +187,10 @@ class Timeline:
         A backward in two halves ends with its weight half, which reads the activations last. On a rank with several
         stages a microbatch counts as a part of one for each of them. One whose backward pass never comes stays live to
         the end.
+
+        Examples:
+            >>> timeline.peak_live_microbatches()
+            (Fraction(1, 1),)
         """
         peaks = []
         for lane in self.lanes():
@@ -145,12 +199,21 @@ class Timeline:
         return tuple(peaks)
 
     def from_zero(self) -> Timeline:
-        """Return the timeline shifted in time, so that its first span starts at 0."""
+        """Return the timeline shifted in time, so that its first span starts at 0.
+
+        Examples:
+            >>> timeline.from_zero().start()
+            0.0
+        """
         origin = self.start()
         return replace(self, spans=tuple(replace(s, start=s.start - origin, end=s.end - origin) for s in self.spans))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON, a row per span under the names of the columns; see `from_dict`."""
+        """Return plain data for JSON, a row per span under the names of the columns; see `from_dict`.
+
+        Examples:
+            >>> text = json.dumps(timeline.to_dict())
+        """
         rows = [
             [s.rank, str(a.kind), a.stage, a.microbatch, a.value, a.peer, a.gradient, s.start, s.end, s.waited, s.bytes]
             for s in self.spans
@@ -164,8 +227,15 @@ class Timeline:
     def from_dict(data: Mapping[str, Any]) -> Timeline:
         """Return the timeline that `to_dict` wrote.
 
+        Args:
+            data: what ``to_dict`` returned, or ``timeline.json`` of a run's folder holds.
+
         Raises:
             ValueError: this is not a timeline of schema 1, or a part of it is missing or not what it should be.
+
+        Examples:
+            >>> type(timeline).from_dict(json.loads(text)) == timeline
+            True
         """
         if data.get("polylane") != 1 or data.get("kind") != "timeline":
             header = {key: data[key] for key in ("polylane", "kind") if key in data}

@@ -80,8 +80,22 @@ def averaged_optimizer(
         factory: from (name, parameter) pairs to an optimizer, or several.
         decay: part of the average that remains in a step, from 0 to below 1.
 
+    Returns:
+        A function of parameters, as the factory is; its optimizers have ``train()`` and ``eval()``, which exchange weights
+        and averages.
+
     Raises:
         PolylaneError: the decay is not in that range.
+
+    Examples:
+        >>> import torch
+        >>> from polylane import optim
+        >>> model = torch.nn.Linear(8, 3)
+        >>> averaged = optim.averaged_optimizer(torch.optim.Adam, 0.999)(model.parameters())
+        >>> model(torch.ones(4, 8)).sum().backward()
+        >>> averaged.step()
+        >>> averaged.eval()  # model has the averages now
+        >>> averaged.train()  # and the weights again
     """
     if not 0 <= decay < 1:
         raise PolylaneError(f"--ema {decay:g}: give the part of the average that remains in a step, such as 0.999")

@@ -21,7 +21,7 @@ from polylane.optim.trust import GroupUpdate, TrustRatioOptimizer, compute_trust
 class LAMB(TrustRatioOptimizer):
     """Layer-wise adaptive moments (You et al., ICLR 2020, arXiv 1904.00962, section 3, algorithm 2).
 
-    For a parameter w with gradient g, whatever its shape, at its step t = 1, 2, ...::
+    For a parameter w with gradient g, whatever its shape, at its step t = 1, 2, ...:
 
         m = β1 · m + (1 - β1) · g               v = β2 · v + (1 - β2) · g²
         r = m / (1 - β1^t) / (√(v / (1 - β2^t)) + eps) + weight_decay · w
@@ -36,13 +36,21 @@ class LAMB(TrustRatioOptimizer):
         eps: added to the root of the second moment.
         weight_decay: λ, decoupled as in AdamW, inside of the norm.
         bounds: (low, high), the limits of φ.
-        adapt: False for groups that take plain steps, as AdamW does; see :func:`polylane.optim.split_decay_groups`.
+        adapt: False for groups that take plain steps, as AdamW does; see ``polylane.optim.split_decay_groups``.
 
     A step needs temporary memory for as many elements as the worker holds, because no update is applied before all
     norms are known.
 
     Raises:
         PolylaneError: an option is out of its range.
+
+    Examples:
+        >>> import torch
+        >>> from polylane import optim
+        >>> model = torch.nn.Linear(8, 3)
+        >>> optimizer = optim.LAMB(optim.split_decay_groups(model.named_parameters()), lr=0.01, weight_decay=0.01)
+        >>> model(torch.ones(4, 8)).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(

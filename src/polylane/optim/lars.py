@@ -19,7 +19,7 @@ from polylane.optim.trust import GroupUpdate, TrustRatioOptimizer, check_option,
 class LARS(TrustRatioOptimizer):
     """Layer-wise adaptive rate scaling (You, Gitman and Ginsburg, arXiv 1708.03888, section 4, algorithm 1).
 
-    For a parameter w with gradient g, whatever its shape::
+    For a parameter w with gradient g, whatever its shape:
 
         λ = trust · ‖w‖ / (‖g‖ + weight_decay · ‖w‖ + eps)        1 where ‖w‖ or ‖g‖ is zero
         v = momentum · v + lr · λ · (g + weight_decay · w)
@@ -37,12 +37,20 @@ class LARS(TrustRatioOptimizer):
         eps: added to the denominator of λ.
         nesterov: look ahead by the momentum.
         adapt: False for groups that take plain steps, λ = 1, at their own ``lr``; see
-            :func:`polylane.optim.split_decay_groups`.
+            ``polylane.optim.split_decay_groups``.
 
     With weight decay a step needs temporary memory for as many elements as this worker holds of a group.
 
     Raises:
         PolylaneError: an option is out of its range.
+
+    Examples:
+        >>> import torch
+        >>> from polylane import optim
+        >>> model = torch.nn.Linear(8, 3)
+        >>> optimizer = optim.LARS(optim.split_decay_groups(model.named_parameters()), lr=1.0, weight_decay=1e-4)
+        >>> model(torch.ones(4, 8)).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(

@@ -43,17 +43,38 @@ def scaled(lr: float, batch: int, base_batch: int, rule: Rule = "linear") -> flo
 
     Raises:
         PolylaneError: an unknown rule, or a batch without samples.
+
+    Examples:
+        >>> from polylane import optim
+        >>> optim.scaled(0.1, batch=512, base_batch=64)
+        0.8
+        >>> optim.scaled(0.1, batch=256, base_batch=64, rule="sqrt")
+        0.2
     """
     return lr * _scaling_factor(batch, base_batch, rule)
 
 
 def scale_rates(optimizer: torch.optim.Optimizer, batch: int, base_batch: int, rule: Rule = "linear") -> None:
-    """Scale the rate of every group, as :func:`scaled` does, before the first step and before any scheduler is made.
+    """Scale the rate of every group, as ``scaled`` does, before the first step and before any scheduler is made.
 
     Schedulers that set rates of their own, such as OneCycleLR, set them over these.
 
+    Args:
+        optimizer: optimizer with the rates that were chosen for ``base_batch``.
+        batch: samples of a step, over all workers.
+        base_batch: samples of a step that the rates were chosen for.
+        rule: how the rate grows with the batch size, "linear" or "sqrt".
+
     Raises:
-        PolylaneError: as :func:`scaled`; or a scheduler has taken its rates from the optimizer already.
+        PolylaneError: as ``scaled``; or a scheduler has taken its rates from the optimizer already.
+
+    Examples:
+        >>> import torch
+        >>> from polylane import optim
+        >>> optimizer = torch.optim.SGD(torch.nn.Linear(8, 3).parameters(), lr=0.1)
+        >>> optim.scale_rates(optimizer, batch=512, base_batch=64)
+        >>> optimizer.param_groups[0]["lr"]
+        0.8
     """
     factor = _scaling_factor(batch, base_batch, rule)
     if any("initial_lr" in group for group in optimizer.param_groups):
@@ -69,8 +90,26 @@ def scaled_optimizer(
 ) -> Callable[[Any], torch.optim.Optimizer]:
     """Wrap a recipe's ``optimizer(parameters)`` so that its rates are scaled for the batch.
 
+    Args:
+        factory: a recipe's ``optimizer(parameters)``, which makes an optimizer.
+        batch: samples of a step, over all workers.
+        base_batch: samples of a step that the factory's rates were chosen for.
+        rule: how the rate grows with the batch size, "linear" or "sqrt".
+
+    Returns:
+        A function of parameters, as the factory is.
+
     Raises:
-        PolylaneError: as :func:`scaled`; raised here, and not when the factory is called.
+        PolylaneError: as ``scaled``; raised here, and not when the factory is called.
+
+    Examples:
+        >>> import torch
+        >>> from polylane import optim
+        >>> def optimizer(parameters):
+        ...     return torch.optim.SGD(parameters, lr=0.1)
+        >>> large = optim.scaled_optimizer(optimizer, batch=512, base_batch=64)
+        >>> large(torch.nn.Linear(8, 3).parameters()).param_groups[0]["lr"]
+        0.8
     """
     # The rule is checked now, while the user's own call is on the stack. A partial of module-level functions pickles.
     _scaling_factor(batch, base_batch, rule)
@@ -132,7 +171,21 @@ def _scaling_factor(batch: int, base_batch: int, rule: str) -> float:
 
 
 class Warmup(LRScheduler):
-    """A scheduler whose rates rise from a fraction of another schedule's to that schedule's own; see :func:`warmup`."""
+    """A scheduler whose rates rise from a fraction of another schedule's to that schedule's own; see ``warmup``.
+
+    Args:
+        optimizer: optimizer with the rates that the warm-up ends at.
+        steps: number of optimizer steps with a rate below the schedule's.
+        start: fraction of the rate at the first step; default: 1 / (steps + 1).
+        after: scheduler of the same optimizer, which the warm-up steps; default: constant rates.
+
+    Examples:
+        >>> import torch
+        >>> from polylane import optim
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(8, 3).parameters(), lr=0.1)
+        >>> schedule = optim.Warmup(sgd, steps=4)
+        >>> sgd.step()
+    """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, steps: int, start: float | None = None, after: LRScheduler | None = None
@@ -143,11 +196,29 @@ class Warmup(LRScheduler):
         super().__init__(optimizer)
 
     def factor(self, step: int) -> float:
-        """Return the rate of a step (0, 1, ...) as a fraction of the schedule's."""
+        """Return the rate of a step (0, 1, ...) as a fraction of the schedule's.
+
+        Args:
+            step: number of the step, from 0.
+
+        Examples:
+            >>> [schedule.factor(step) for step in range(6)]
+            [0.2, 0.4, 0.6000000000000001, 0.8, 1.0, 1.0]
+        """
         return 1.0 if step >= self.steps else self.start + (1 - self.start) * step / self.steps
 
     def multiply(self, factor: float) -> None:
-        """Multiply the rates that it sets, and those of the schedule behind it, whose optimizer's are multiplied."""
+        """Multiply the rates that it sets, and those of the schedule behind it, whose optimizer's are multiplied.
+
+        Args:
+            factor: by which all rates are multiplied.
+
+        Examples:
+            >>> schedule.multiply(2.0)
+            >>> schedule.step()
+            >>> f"{sgd.param_groups[0]['lr']:.2f}"
+            '0.08'
+        """
         self.base_lrs = [rate * factor for rate in self.base_lrs]
         self._schedule = [rate * factor for rate in self._schedule]
         if self._after is not None and hasattr(self._after, "base_lrs"):
@@ -199,9 +270,25 @@ def warmup(
         after: a scheduler of the same optimizer, not yet stepped, which the warm-up steps from now on; default:
             constant rates.
 
+    Returns:
+        A scheduler: call its ``step()`` after every step of the optimizer.
+
     Raises:
         PolylaneError: a number is out of its range; or ``after`` is another optimizer's, steps on a metric, or sets
             rates of its own from the start.
+
+    Examples:
+        >>> import torch
+        >>> from polylane import optim
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(8, 3).parameters(), lr=0.1)
+        >>> schedule = optim.warmup(sgd, 4, after=torch.optim.lr_scheduler.StepLR(sgd, 6, gamma=0.1))
+        >>> rates = []
+        >>> for step in range(8):
+        ...     rates.append(round(sgd.param_groups[0]["lr"], 3))
+        ...     sgd.step()
+        ...     schedule.step()
+        >>> rates
+        [0.02, 0.04, 0.06, 0.08, 0.1, 0.1, 0.01, 0.01]
     """
     return Warmup(optimizer, steps, start, after)
 
@@ -211,8 +298,25 @@ def warmed_scheduler(
 ) -> Callable[[torch.optim.Optimizer], Warmup]:
     """Wrap a recipe's ``scheduler(optimizer)``, or None, in a warm-up.
 
+    Args:
+        factory: a recipe's ``scheduler(optimizer)``; None: constant rates.
+        steps: number of optimizer steps with a rate below the schedule's.
+        start: fraction of the rate at the first step; default: 1 / (steps + 1).
+
+    Returns:
+        A function of an optimizer, as the factory is.
+
     Raises:
         PolylaneError: a number is out of its range; raised here, and not when the factory is called.
+
+    Examples:
+        >>> import torch
+        >>> from polylane import optim
+        >>> scheduler = optim.warmed_scheduler(None, steps=4)
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(8, 3).parameters(), lr=0.1)
+        >>> schedule = scheduler(sgd)
+        >>> f"{sgd.param_groups[0]['lr']:.2f}"
+        '0.02'
     """
     _check_start(steps, start)
     return partial(_build_warmed_scheduler, factory, steps, start)

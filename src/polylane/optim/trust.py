@@ -188,14 +188,22 @@ def split_decay_groups(parameters: ParamsT, **options: Any) -> list[dict[str, An
 
     Args:
         parameters: tensors, or (name, tensor) pairs, as an optimizer of torch takes them without groups.
-        others: further options of the second group, such as ``lr``, the rate of plain steps.
+        options: further options of the second group, such as ``lr``, the rate of plain steps.
 
     Returns:
-        Groups for :class:`LARS`, :class:`LAMB` and other optimizers with the option ``adapt``; no empty group.
+        Groups for ``LARS``, ``LAMB`` and other optimizers with the option ``adapt``; no empty group.
+
+    Examples:
+        >>> import torch
+        >>> from polylane import optim
+        >>> model = torch.nn.Linear(8, 3)
+        >>> groups = optim.split_decay_groups(model.parameters(), lr=0.1)
+        >>> [(len(group["params"]), group.get("adapt", True)) for group in groups]
+        [(1, True), (1, False)]
     """
     entries: list[Any] = list(parameters)
     if any(isinstance(entry, Mapping) for entry in entries):
-        raise PolylaneError('apart(parameters) makes the groups itself: give it parameters, and "adapt" to groups')
+        raise PolylaneError('split_decay_groups(parameters) makes the groups itself: give it parameters, and "adapt" to groups')
     dims = [(entry[1] if isinstance(entry, tuple) else entry).dim() for entry in entries]
     weights = [entry for entry, dim in zip(entries, dims, strict=True) if dim > 1]
     vectors = [entry for entry, dim in zip(entries, dims, strict=True) if dim <= 1]

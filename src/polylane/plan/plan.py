@@ -31,6 +31,12 @@ class Plan(StrictMapping, PlanOptions):  # type: ignore[misc]  # pydantic freeze
             parameters that the model does not have are refused either way.
         stages: the pipeline stages, in the order of their numbers.
         microbatches: number of microbatches of a step; here it is decided.
+
+    Examples:
+        >>> from polylane.plan import plan_file
+        >>> plan = plan_file.parse_plan("stages: [{nodes: [body, loss], devices: [0, 1], mesh: {data: 2}}]", "of two workers")
+        >>> plan.workers, plan.changed(microbatches=8).spec
+        (2, 'data=2,pipeline=1,schedule=1f1b,microbatches=8')
     """
 
     polylane: Literal[1] = 1

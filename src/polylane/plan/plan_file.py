@@ -18,7 +18,24 @@ from polylane.yaml_file import dump as dump_yaml
 
 
 def dump(plan: Plan) -> str:
-    """Format a plan as YAML."""
+    """Format a plan as YAML.
+
+    Args:
+        plan: the plan that the file is to hold.
+
+    Returns:
+        The text of a plan file.
+
+    Examples:
+        >>> from polylane.plan import plan_file
+        >>> text = "stages: [{nodes: [model, loss], devices: [0, 1], mesh: {tensor: 2}}]"
+        >>> plan = plan_file.parse_plan(text, "of two workers")
+        >>> print(plan_file.dump(plan.changed(microbatches=4)))
+        polylane: 1
+        ...
+        microbatches: 4
+        ...
+    """
     values = plan.model_dump(mode="json")
     data = {key: values[key] for key in _KEYS}
     if plan.graph is None:
@@ -39,8 +56,21 @@ def dump(plan: Plan) -> str:
 def load(path: str | Path) -> Plan:
     """Read a plan file.
 
+    Args:
+        path: path of the file.
+
+    Returns:
+        The plan, for ``polylane.parallelize(..., plan=plan)`` and ``polylane.prepare(..., plan=plan)``.
+
     Raises:
         PolylaneError: the file cannot be read, or a key is missing, unknown or wrong; one sentence that names it.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from polylane.plan import plan_file
+        >>> _ = Path("plan.yaml").write_text("stages: [{nodes: [model, loss], devices: [0, 1], mesh: {tensor: 2}}]")
+        >>> plan_file.load("plan.yaml").workers
+        2
     """
     return _validate(read(path, "plan"), str(path))
 
@@ -49,11 +79,19 @@ def parse_plan(text: str, name: str) -> Plan:
     """Read a plan from the text of a plan file.
 
     Args:
-        text: the text, as :func:`dump` formats it.
+        text: the text, as ``dump`` formats it.
         name: what errors call it.
 
+    Returns:
+        The plan.
+
     Raises:
-        PolylaneError: for the reasons of :func:`load`.
+        PolylaneError: for the reasons of ``load``.
+
+    Examples:
+        >>> from polylane.plan import plan_file
+        >>> plan_file.parse_plan("stages: [{nodes: [model, loss], devices: [0]}]", "of one worker").workers
+        1
     """
     try:
         data = parse(text)

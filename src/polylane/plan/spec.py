@@ -240,8 +240,23 @@ def default_microbatches(plan: PlanOptions, batch: int) -> int:
 def parse(text: str) -> Spec:
     """Read a one-line plan.
 
+    Args:
+        text: the plan, such as ``data=2,pipeline=2``.
+
+    Returns:
+        The plan's degrees and options; the graph of a model makes a complete plan of it.
+
     Raises:
         PolylaneError: naming the key at fault and what it may be.
+
+    Examples:
+        >>> from polylane.plan import spec
+        >>> plan = spec.parse("data=2,pipeline=2,microbatches=8")
+        >>> plan.workers, plan.schedule
+        (4, '1f1b')
+        >>> spec.parse("data=2,pipelines=2")
+        Traceback (most recent call last):
+        polylane.errors.PolylaneError: plan 'data=2,pipelines=2': unknown key 'pipelines', ...did you mean pipeline?
     """
     try:
         return _parse_line(text)

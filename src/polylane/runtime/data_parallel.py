@@ -35,13 +35,22 @@ class NoModule(PolylaneError, AttributeError):
 class DataParallel:
     """Models that are replicated on every worker, each of which trains on its own samples of a batch, like torch's DDP.
 
-    Created by :func:`polylane.data_parallel`. Inside the loop over :meth:`batches` your code is that of one device:
+    Created by ``polylane.data_parallel``. Inside the loop over ``batches`` your code is that of one device:
     after each ``loss.backward()`` the gradients are those of the mean over the whole batch, batch normalization uses
     the statistics of the whole batch, and dropout and ``torch.randn`` draw the same numbers as on one device.
 
     Attributes:
         world: this worker's rank, device and backend.
         models: the modules that were passed in.
+
+    Examples:
+        A loop that takes a step only where the gradients are small; the examples of the methods go on with it:
+
+        >>> import torch, polylane
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> dataset = [(torch.ones(8), torch.zeros(1)) for _ in range(32)]
+        >>> replicas = polylane.data_parallel(model)
     """
 
     def __init__(
@@ -104,7 +113,7 @@ class DataParallel:
         collate: data.Collate | None = None,
         workers: int = 0,
     ) -> Iterator[Any]:
-        """Yield this worker's samples of every batch, in the dataset's own form; see :meth:`polylane.Job.batches`.
+        """Yield this worker's samples of every batch, in the dataset's own form; see ``polylane.Job.batches``.
 
         Args:
             dataset: map-style or iterable dataset, or a list of samples.
@@ -114,6 +123,17 @@ class DataParallel:
             drop_last: drop the last batch of an epoch if it is incomplete.
             collate: merges a list of samples into a batch. Default: torch's ``default_collate``.
             workers: number of processes that load ahead.
+
+        Yields:
+            This worker's samples, collated.
+
+        Examples:
+            >>> for inputs, targets in replicas.batches(dataset, batch_size=16, epochs=2):
+            ...     optimizer.zero_grad()
+            ...     loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            ...     loss.backward()
+            ...     if model.weight.grad.norm() < 10:
+            ...         optimizer.step()
         """
         step = 0
         for epoch in range(epochs):
@@ -148,18 +168,41 @@ class DataParallel:
 
     @collective("replicas.mean")
     def mean(self, loss: Tensor | float) -> float:
-        """Return the mean over the whole batch of a number that is a mean over this worker's samples; collective."""
+        """Return the mean over the whole batch of a number that is a mean over this worker's samples; collective.
+
+        Args:
+            loss: this worker's mean, a number or a scalar tensor.
+
+        Returns:
+            The mean over all samples of the batch, the same on every worker.
+
+        Examples:
+            >>> replicas.mean(loss) == loss.item()
+            True
+        """
         summand = float(torch.as_tensor(loss).detach()) * self._part.weight * self._part.samples / self._part.batch
         total = torch.tensor([summand], dtype=torch.float64, device=self.world.device)
         return float(self._transport.all_reduce(total, range(self.world.size)).wait())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the first model's weights, the same on every worker."""
+        """Return the first model's weights, the same on every worker.
+
+        Returns:
+            The tensors of ``models[0].state_dict()``.
+
+        Examples:
+            >>> list(replicas.state_dict())
+            ['weight', 'bias']
+        """
         return self.models[0].state_dict()
 
     @collective("replicas.close")
     def close(self) -> None:
-        """Close the connections and leave the other workers, if this joined them; collective."""
+        """Close the connections and leave the other workers, if this joined them; collective.
+
+        Examples:
+            >>> replicas.close()
+        """
         self._transport.barrier()
         self._transport.close()
         self._statistics.close()
@@ -291,11 +334,28 @@ def data_parallel(
     Args:
         models: ordinary modules; hooks are registered on their parameters, and the weights of rank 0 are broadcast.
         seed: seed of the order of samples and of all random numbers of the models.
-        on_hang, hang_after: as in :func:`polylane.parallelize`. Since the loop is your own code, a worker that others
-            wait for is reported, but considered hung only after 9 min 30 s, unless it is stopped.
+        on_hang: what to do if a worker hangs, as in ``polylane.parallelize``. Since the loop is your own code, a worker
+            that others wait for is reported, but considered hung only after 9 min 30 s, unless it is stopped.
+        hang_after: seconds without progress after which a stopped worker is considered hung. Default: 8 s more than a
+            step.
+
+    Returns:
+        What yields this worker's batches; see ``polylane.runtime.data_parallel.DataParallel``.
 
     Raises:
         PolylaneError: no model is given, or one is not an ``nn.Module``; or an option is wrong.
+
+    Examples:
+        >>> import torch, polylane
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> replicas = polylane.data_parallel(model)
+        >>> dataset = [(torch.ones(8), torch.zeros(1)) for _ in range(32)]
+        >>> for inputs, targets in replicas.batches(dataset, batch_size=16):
+        ...     optimizer.zero_grad()
+        ...     loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        ...     loss.backward()
+        ...     optimizer.step()
     """
     if not models or not all(isinstance(model, nn.Module) for model in models):
         raise PolylaneError("data_parallel takes one nn.Module or several")

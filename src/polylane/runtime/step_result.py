@@ -157,6 +157,16 @@ class StepResult:
     Attributes:
         step: number of the step, from 0.
         samples: samples of the batch, over all replicas.
+
+    Examples:
+        >>> import torch, polylane
+        >>> model = torch.nn.Linear(8, 1)
+        >>> batch = torch.ones(16, 8), torch.zeros(16, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        >>> job = polylane.parallelize(model, torch.nn.MSELoss(), sgd, example=batch, audit="off")
+        >>> result = job.step(batch)
+        >>> result.step, result.samples
+        (0, 16)
     """
 
     step: int
@@ -192,13 +202,24 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """The loss of the whole batch, before the step changed the weights."""
+        """The loss of the whole batch, before the step changed the weights.
+
+        Examples:
+            >>> result.loss == torch.nn.functional.mse_loss(model(batch[0]), batch[1]).item()  # that of before the step
+            False
+        """
         total, count = self.sums
         return total / count if count else float("nan")
 
     @property
     def sums(self) -> tuple[float, float]:
-        """The loss as (total, count), for means over several batches: sum of the totals over sum of the counts."""
+        """The loss as (total, count), for means over several batches: sum of the totals over sum of the counts.
+
+        Examples:
+            >>> total, count = result.sums
+            >>> result.loss == total / count
+            True
+        """
         self.wait_complete()
         self.check_read()
         total, count = self._vector[:2].tolist()
@@ -214,7 +235,11 @@ class StepResult:
     def timeline(self) -> Timeline:
         """The spans of every worker, in seconds from the step's start; on accelerators of this worker alone.
 
-        Of all workers there: :meth:`polylane.runtime.job.Job.timeline`, which waits for their devices.
+        Of all workers there: ``polylane.runtime.job.Job.timeline``, which waits for their devices.
+
+        Examples:
+            >>> result.timeline.unit
+            'seconds'
         """
         self.wait_complete()
         spans: list[Span] = []
@@ -256,11 +281,20 @@ class StepResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the all-reduce has been waited for: before, its numbers are those of this worker alone."""
+        """Whether the all-reduce has been waited for: before, its numbers are those of this worker alone.
+
+        Examples:
+            >>> result.is_complete
+            True
+        """
         return self._pending is None
 
     def wait_complete(self) -> None:
-        """Wait until the all-reduce is complete."""
+        """Wait until the all-reduce is complete.
+
+        Examples:
+            >>> result.wait_complete()
+        """
         if self._pending is not None:
             self._vector = self._pending.wait()
             self._pending = None

@@ -40,14 +40,7 @@ def launch(
 
     The workers are copies of this process, a notebook's kernel for example: they have all that was defined and loaded
     so far, and what they change in it is lost when they end. ``polylane.prepare`` in the function splits the training
-    over them::
-
-        def train(epochs):
-            model, optimizer, loader = polylane.prepare(net, adam, batches)
-            ...
-            return losses, model.state_dict()
-
-        losses, state = polylane.launch(train, 10, workers=4, plan="data=2,pipeline=2")
+    over them.
 
     Args:
         function: what every worker runs; a notebook's cell may define it.
@@ -63,6 +56,23 @@ def launch(
     Raises:
         PolylaneError: this process cannot be forked, or a worker raised one.
         WorkerFailed: a worker raised another exception, whose traceback is in its text, or was killed.
+
+    Examples:
+        >>> import torch, polylane
+        >>> model = torch.nn.Linear(8, 3)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> inputs, labels = torch.ones(16, 8), torch.zeros(16, dtype=torch.long)
+        >>> def train(steps):
+        ...     net, sgd = polylane.prepare(model, optimizer)
+        ...     for step in range(steps):
+        ...         sgd.zero_grad()
+        ...         loss = torch.nn.functional.cross_entropy(net(inputs), labels)
+        ...         loss.backward()
+        ...         sgd.step()
+        ...     return loss.item(), net.state_dict()
+        >>> loss, state = polylane.launch(train, 5, workers=2, plan="data=2")
+        >>> list(state)
+        ['weight', 'bias']
     """
     _refuse_workers()
     plan = plan or current_session().plan or (f"data={workers}" if workers > 1 else None)

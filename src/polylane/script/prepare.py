@@ -64,6 +64,23 @@ def prepare(
 
     Returns:
         The objects in the same order; a single one by itself.
+
+    Examples:
+        The loop of one device, with one line more:
+
+        >>> import torch, polylane
+        >>> model = torch.nn.Linear(8, 3)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> dataset = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(3, (64,)))
+        >>> loader = torch.utils.data.DataLoader(dataset, batch_size=16, shuffle=True)
+        >>> model, optimizer, loader = polylane.prepare(model, optimizer, loader)
+        >>> for inputs, labels in loader:
+        ...     optimizer.zero_grad()
+        ...     loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        ...     loss.backward()
+        ...     optimizer.step()
+
+        ``python train.py`` runs it on one device; ``polylane run train.py --workers 4 --plan data=2,pipeline=2`` on four.
     """
     session = current_session()
     plan = session.choose_plan(plan)
@@ -192,6 +209,16 @@ def epochs(values: Iterable[T]) -> Iterator[T]:
 
     Args:
         values: the epochs, such as ``range(10)``, the same whenever the script is started.
+
+    Yields:
+        The values; of a resumed run those that are left.
+
+    Examples:
+        >>> import polylane
+        >>> for epoch in polylane.epochs(range(2)):
+        ...     print("epoch", epoch)
+        epoch 0
+        epoch 1
     """
     return current_session().progress.epochs(values)
 
@@ -204,5 +231,19 @@ def resumed(**values: Any) -> SimpleNamespace:
 
     Args:
         values: numbers, texts, small tensors and containers of these; or objects with a ``state_dict``.
+
+    Returns:
+        An object with these variables as attributes, to be read and assigned.
+
+    Raises:
+        PolylaneError: a value is none of these; the message names the variable.
+
+    Examples:
+        >>> import polylane
+        >>> kept = polylane.resumed(best=0.0)
+        >>> for accuracy in [0.7, 0.9, 0.8]:
+        ...     kept.best = max(kept.best, accuracy)
+        >>> kept.best
+        0.9
     """
     return current_session().progress.remember(values)

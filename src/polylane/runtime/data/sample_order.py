@@ -128,6 +128,18 @@ class LengthSampler(Sampler[int]):
         lengths: of every sample of the dataset, in any unit.
         batch: number of samples of a step.
         generator: draws the order; default: torch's global one.
+
+    Examples:
+        >>> import torch, polylane
+        >>> lengths = [3, 50, 4, 52, 51, 2]
+        >>> sampler = polylane.LengthSampler(lengths, batch=3, generator=torch.Generator().manual_seed(0))
+        >>> [lengths[index] for index in sampler]
+        [52, 51, 50, 4, 3, 2]
+
+        In a recipe, ``sampler(dataset)`` returns one:
+
+        >>> def sampler(dataset, batch=32):
+        ...     return polylane.LengthSampler([len(tokens) for tokens in dataset], batch)
     """
 
     def __init__(self, lengths: Sequence[int], batch: int, generator: torch.Generator | None = None) -> None:

@@ -26,13 +26,45 @@ class JobEvaluations:
 
     @collective("job.evaluate")
     def evaluate(self, batch: Any, objective: str | None = None) -> float:
-        """Return the loss of a batch in evaluation mode, computed by a forward pass under the plan; collective."""
+        """Return the loss of a batch in evaluation mode, computed by a forward pass under the plan; collective.
+
+        Args:
+            batch: a batch of ``batches``, or the same whole batch on every worker.
+            objective: name of the loss, if there are several. Default: the first.
+
+        Returns:
+            The loss, a mean over the batch; the same on every worker.
+
+        Raises:
+            PolylaneError: there is no loss of this name.
+
+        Examples:
+            >>> loss_of_batch = job.evaluate(batch)
+            >>> loss_of_batch < 0.5
+            True
+        """
         total, count = self.evaluate_sums(batch, objective)
         return total / count if count else math.nan
 
     @collective("job.evaluate_sums")
     def evaluate_sums(self, batch: Any, objective: str | None = None) -> tuple[float, float]:
-        """Return the loss of :meth:`evaluate` as (total, count), to be summed over a dataset; collective."""
+        """Return the loss of ``evaluate`` as (total, count), to be summed over a dataset; collective.
+
+        Args:
+            batch: a batch of ``batches``, or the same whole batch on every worker.
+            objective: name of the loss, if there are several. Default: the first.
+
+        Returns:
+            The summed loss, and the number of samples that it is of, or what a ``polylane.Mean`` counts.
+
+        Raises:
+            PolylaneError: there is no loss of this name.
+
+        Examples:
+            >>> total, count = job.evaluate_sums(batch)
+            >>> count
+            16.0
+        """
         result: tuple[float, float] = self._role.evaluate_sums(batch, self._resolve_objective(objective))
         return result
 
@@ -48,7 +80,7 @@ class JobEvaluations:
         """Return loss and metrics over all samples of a dataset, in evaluation mode; collective.
 
         They are those of one device, whatever the plan: every sample counts once, also in a last batch that is smaller
-        than the others. The loss is a mean over all samples, or over what a :class:`polylane.Mean` counts.
+        than the others. The loss is a mean over all samples, or over what a ``polylane.Mean`` counts.
 
         Args:
             dataset: map-style or iterable dataset, or a list of samples.
@@ -59,20 +91,36 @@ class JobEvaluations:
 
         Returns:
             ``{"loss": ..., **metrics}``, the same on every worker; metrics are those that were given to
-            :func:`polylane.parallelize`, by name.
+            ``polylane.parallelize``, by name.
 
         Raises:
             PolylaneError: a metric is not known to be one over samples; the message says which.
+
+        Examples:
+            >>> results = job.evaluate_dataset(dataset, batch_size=16)
+            >>> list(results)
+            ['loss', 'accuracy']
         """
         batches = self.batches(dataset, batch_size, shuffle=False, collate=collate, workers=workers)
         return self.evaluate_batches(batches, objective)
 
     def evaluate_batches(self, batches: Iterable[Any], objective: str | None = None) -> dict[str, float]:
-        """Return loss and metrics over some batches, as :meth:`evaluate_dataset` does; collective.
+        """Return loss and metrics over some batches, as ``evaluate_dataset`` does; collective.
 
         Args:
-            batches: batches of :meth:`batches`, or whole batches, the same on every worker.
+            batches: batches of ``batches``, or whole batches, the same on every worker.
             objective: name of the loss, if there are several. Default: the first.
+
+        Returns:
+            ``{"loss": ..., **metrics}``, the same on every worker.
+
+        Raises:
+            PolylaneError: a metric is not known to be one over samples; the message says which.
+
+        Examples:
+            >>> batches = job.batches(dataset, batch_size=16, shuffle=False)
+            >>> job.evaluate_batches(batches) == results
+            True
         """
         name, metrics = self._resolve_objective(objective), self._role.begin_metrics()
         total = count = 0.0
@@ -120,6 +168,11 @@ class JobEvaluations:
 
         Raises:
             PolylaneError: it is not known which elements of a tensor belong to which sample.
+
+        Examples:
+            >>> classes = job.predict(dataset, 16, lambda model, batch: model(batch[0]).argmax(1))
+            >>> len(list(classes))
+            64
         """
         request, name = OutputRequest("predict", function or call_model), self._resolve_objective(None)
         for batch in self.batches(dataset, batch_size, shuffle=False, collate=collate, workers=workers):
