@@ -87,7 +87,9 @@ def test_a_public_docstring_has_its_sections(name: str, member: Any) -> None:
         call = inspect.signature(member.__func__ if isinstance(member, staticmethod) else member)
         taken = [parameter for parameter in call.parameters if parameter != "self"]
         assert not taken or "Args:\n" in text, name
-        missing = [parameter for parameter in taken if not re.search(rf"^    .*\b{parameter}\b.*: ", text, re.MULTILINE)]
+        missing = [
+            parameter for parameter in taken if not re.search(rf"^    .*\b{parameter}\b.*: ", text, re.MULTILINE)
+        ]
         assert not missing, f"{name}: {missing}"
 
 

@@ -61,8 +61,8 @@ class Callback:
     is told of steps. Exceptions end the training.
 
     Examples:
-        A callback that ends the training when the loss of the tests is small. A recipe's ``callbacks()`` returns it in a
-        list:
+        A callback that ends the training when the loss of the tests is small. A recipe's ``callbacks()`` returns it in
+        a list:
 
         >>> import polylane
         >>> class StopWhenGood(polylane.Callback):

@@ -81,8 +81,8 @@ def averaged_optimizer(
         decay: part of the average that remains in a step, from 0 to below 1.
 
     Returns:
-        A function of parameters, as the factory is; its optimizers have ``train()`` and ``eval()``, which exchange weights
-        and averages.
+        A function of parameters, as the factory is; its optimizers have ``train()`` and ``eval()``, which exchange
+        weights and averages.
 
     Raises:
         PolylaneError: the decay is not in that range.

@@ -203,7 +203,9 @@ def split_decay_groups(parameters: ParamsT, **options: Any) -> list[dict[str, An
     """
     entries: list[Any] = list(parameters)
     if any(isinstance(entry, Mapping) for entry in entries):
-        raise PolylaneError('split_decay_groups(parameters) makes the groups itself: give it parameters, and "adapt" to groups')
+        raise PolylaneError(
+            'split_decay_groups(parameters) makes the groups itself: give it parameters, and "adapt" to groups'
+        )
     dims = [(entry[1] if isinstance(entry, tuple) else entry).dim() for entry in entries]
     weights = [entry for entry, dim in zip(entries, dims, strict=True) if dim > 1]
     vectors = [entry for entry, dim in zip(entries, dims, strict=True) if dim <= 1]

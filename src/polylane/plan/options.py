@@ -103,7 +103,7 @@ class PlanKey:
 
     A field without a row has the usual one. Write a row only to change one of the first five; :func:`keys_of` fills in
     the rest from the field's type and default. What the key means is said in the docstring of the field's class, which
-    the README's table repeats word for word (a test compares them).
+    docs/reference/plan-keys.md repeats word for word.
 
     Attributes:
         in_lines: whether lines have the key, as one word.
@@ -162,8 +162,8 @@ def _explain_compile(options: PlanOptions) -> str | None:
 class PlanOptions:
     """What a plan says beside its meshes: a part of a plan in one line, and of a complete one.
 
-    A field, and its line below, is all that a key of plans needs to be read, written, checked, copied and compared; the
-    README repeats the line. A field's type is that of its value in a plan file.
+    A field, and its line below, is all that a key of plans needs to be read, written, checked, copied and compared;
+    docs/reference/plan-keys.md repeats the line. A field's type is that of its value in a plan file.
 
     Attributes:
         schedule: ``naive``, ``afab`` (all forward, all backward: GPipe), ``1f1b`` (one forward, one backward),

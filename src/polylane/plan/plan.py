@@ -34,7 +34,7 @@ class Plan(StrictMapping, PlanOptions):  # type: ignore[misc]  # pydantic freeze
 
     Examples:
         >>> from polylane.plan import plan_file
-        >>> plan = plan_file.parse_plan("stages: [{nodes: [body, loss], devices: [0, 1], mesh: {data: 2}}]", "of two workers")
+        >>> plan = plan_file.parse_plan("stages: [{nodes: [body, loss], devices: [0, 1], mesh: {data: 2}}]", "of two")
         >>> plan.workers, plan.changed(microbatches=8).spec
         (2, 'data=2,pipeline=1,schedule=1f1b,microbatches=8')
     """

@@ -152,7 +152,7 @@ class SyncOptions(StrictMapping):
         except pydantic.ValidationError as error:
             details = error.errors()[0]
             key = str(details["loc"][0]) if details["loc"] else ""
-            message = f"{key} {values.get(key)!r} must be {_WANTED[key]}" if key in _WANTED else details["msg"]
+            message = f"{key} {values.get(key)!r} must be {WANTED[key]}" if key in WANTED else details["msg"]
             raise PolylaneError(message) from error
 
     def changed_keys(self) -> frozenset[str]:
@@ -241,10 +241,11 @@ def parse_sync(texts: Mapping[str, str]) -> SyncOptions:
         if not details["loc"]:
             raise PolylaneError(details["msg"].replace("kind: parameter_server", "servers=n")) from error
         key = str(details["loc"][0])
-        raise PolylaneError(f"{key}={texts.get(key, '')} must be {_WANTED[key]}") from error
+        raise PolylaneError(f"{key}={texts.get(key, '')} must be {WANTED[key]}") from error
 
 
-_WANTED = {
+# What each key takes, in words.
+WANTED = {
     "every": "a whole number of at least 1",
     "warmup": "a whole number of at least 0",
     "outer": "RATE:MOMENTUM, as in 0.7:0.9 (a rate above 0, a momentum from 0 to below 1)",

@@ -80,7 +80,7 @@ def prepare(
         ...     loss.backward()
         ...     optimizer.step()
 
-        ``python train.py`` runs it on one device; ``polylane run train.py --workers 4 --plan data=2,pipeline=2`` on four.
+        ``python train.py`` runs it on one device; ``polylane run train.py --plan data=2,pipeline=2`` on four.
     """
     session = current_session()
     plan = session.choose_plan(plan)

@@ -1,0 +1,3 @@
+import os
+
+os.environ["POLYLANE_PLAN"] = "data=1"
