@@ -78,6 +78,7 @@ class WorkerFailed(Exception):
         >>> try:
         ...     polylane.launch(lambda: 1 / 0, workers=2)
         ... except WorkerFailed as error:
+        ...     failure = error
         ...     print(error.error_type, error.error_message)
         ZeroDivisionError division by zero
     """
@@ -106,7 +107,12 @@ class WorkerFailed(Exception):
 
     @property
     def sentence(self) -> str:
-        """The message without its traceback, in one line."""
+        """The message without its traceback, in one line.
+
+        Examples:
+            >>> failure.sentence
+            'worker ... failed: ...division by zero...'
+        """
         kind = f"{self.error_type}: " if self.traceback else ""
         return clean_sentence(f"{self._head}: {kind}{self.error_message}")
 

@@ -72,9 +72,9 @@ def test_variables_of_the_environment_are_on_their_page() -> None:
 
 def test_files_of_a_run_are_on_their_page() -> None:
     page = read_page("run-folder")
-    shown = set(re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE))
-    assert shown == {*file_names.ALL_NAMES}
-    assert f"| `{file_names.UNFINISHED}/` |" in page
+    files = set(re.findall(r"^\| `(\w+\.\w+)` \|", page, re.MULTILINE))
+    assert files == {*file_names.ALL_NAMES}
+    assert f"| `{file_names.UNFINISHED}` |" in page
 
 
 def read_literals() -> str:
