@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polylane.commands.learning.batch_follower import check_growth
+from polylane.commands.learning.batch_follower import check_growth, describe_change
 from polylane.commands.learning.growing_batch import PERIOD, BatchChange, GrowingBatch, fit_step_seconds
 from polylane.commands.learning_rates import LearningRateOptions, NoiseMode, parse_batch
 from polylane.efficiency.batch_rules import learning_rate_factor
@@ -68,6 +68,16 @@ def test_nothing_is_decided_without_a_noise_scale() -> None:
     for _ in range(3 * PERIOD):
         growing.add_step(0.1)
         assert growing.decide(unknown) is None
+
+
+@pytest.mark.parametrize(("scale", "words"), [(400.0, "at a noise scale of 400)"), (None, "of more than 300)")])
+def test_a_bound_is_told_as_one(scale: float | None, words: str) -> None:
+    growing, noise = GrowingBatch(32, 1024, "adascale"), NoiseScale(1.0, 1.0, 50, 50.0, scale, 300.0, None)
+    changes = []
+    for _ in range(2 * PERIOD):
+        growing.add_step(0.1)
+        changes += [change] if (change := growing.decide(noise)) is not None else []
+    assert words in describe_change(12, changes[0]) and changes[0].noise == (scale or 300.0)
 
 
 def test_a_line_through_times() -> None:

@@ -142,7 +142,7 @@ def test_a_batch_that_grows_is_an_event(tmp_path: Path) -> None:
         file.write(json.dumps({"batch": change}) + "\n")
     (run,) = data_of(build_page([folder]))["runs"]
     assert run["missing"] == []  # a line that is known
-    text = "batches of 128 samples after step 40, with 2.67 times the learning rate of the first"
+    text = "batches of 128 samples after step 40, with 2.67 times the learning rate of the first batch"
     assert run["events"][-1] == {"step": 40, "text": text, "mark": "⇕"}
     assert [event["step"] for event in run["events"]] == [30, 40]
 

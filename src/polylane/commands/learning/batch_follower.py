@@ -119,9 +119,10 @@ def describe_change(step: int, change: BatchChange) -> str:
         change: of the batch and the learning rate.
     """
     reason = "to measure how fast it is" if change.gain is None else f"{change.gain:.2f} times the goodput is predicted"
+    noise = f"{'more than ' * change.is_bound}{change.noise:,.0f}"
     return (
-        f"step {step}: batches of {change.batch} samples from here on ({reason}, at a noise scale of "
-        f"{change.noise:,.0f}); the learning rate is {change.rate_factor:.2f} times that of the first step"
+        f"step {step}: batches of {change.batch} samples from here on ({reason}, at a noise scale of {noise}); the "
+        f"learning rate is {change.rate_factor:.2f} times what it would be with the first batch"
     )
 
 

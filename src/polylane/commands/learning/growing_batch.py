@@ -35,7 +35,8 @@ class BatchChange:
 
     Attributes:
         batch: number of samples of a step from now on.
-        noise: the noise scale that decides, in samples.
+        noise: the noise scale that decides, in samples; its lower bound where no more is known.
+        is_bound: whether it is that bound.
         gain: predicted goodput over that of the batch before; None for a trial, of which nothing is known.
         rate_factor: learning rate from now on, over that of the first batch.
         rate_change: the same over the one until now.
@@ -46,6 +47,7 @@ class BatchChange:
     gain: float | None
     rate_factor: float
     rate_change: float
+    is_bound: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the change as plain data."""
@@ -99,7 +101,7 @@ class GrowingBatch:
         if target == self.batch:
             return None
         factor = learning_rate_factor(self._rule, scale, target, self._base)
-        change = BatchChange(target, scale, gain, factor, factor / self._factor)
+        change = BatchChange(target, scale, gain, factor, factor / self._factor, noise.scale is None)
         self.batch, self._factor, self._is_new = target, factor, True
         return change
 

@@ -210,7 +210,7 @@ def _collect_events(run: RunFiles) -> list[dict[str, Any]]:
         step, size = (curves.read_number(batch_change.get(key)) for key in ("step", "size"))
         if step is not None and size is not None:
             factor = curves.read_number(batch_change.get("rate_factor"))
-            rate = "" if factor is None else f", with {factor:.2f} times the learning rate of the first"
+            rate = "" if factor is None else f", with {factor:.2f} times the learning rate of the first batch"
             text = f"batches of {size:,.0f} samples after step {step:.0f}{rate}"
             events.append({"step": round(step), "text": text, "mark": MARKS["batch"]})
     return sorted(events, key=lambda event: event["step"])
