@@ -24,7 +24,7 @@ class PartLayout:
         microbatches: number of microbatches of the batch.
         replicas: number of replicas of a stage; of stages with different numbers the most.
         divides_microbatches: whether a part is a replica's share of a microbatch, and not a whole one.
-        has_pools: whether each replica's parts are a pool, and not all parts.
+        has_pools: whether each replica's parts, which are then shares of microbatches, are a pool, and not all parts.
         is_joint: whether several replicas compute a part together.
     """
 
@@ -50,18 +50,15 @@ class PartLayout:
 
     def pool_of(self, part: int) -> int:
         """Return the pool of a part."""
-        if not self.has_pools:
-            return 0
-        return part // self.microbatches if self.divides_microbatches else part % self.replicas
+        return part // self.microbatches if self.has_pools else 0
 
     def pool_samples(self, samples: int) -> tuple[int, ...]:
         """Return the number of samples of each pool, of a batch of ``samples`` samples."""
         if not self.has_pools:
             return (samples,)
-        in_turn = not self.divides_microbatches
         counts = []
         for replica in range(self.replicas):
-            shares = compute_shares(samples, self.microbatches, self.replicas, replica, in_turn)
+            shares = compute_shares(samples, self.microbatches, self.replicas, replica)
             counts.append(sum(share.samples * share.weight for share in shares))
         return tuple(counts)
 
