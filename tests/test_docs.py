@@ -43,6 +43,17 @@ def test_the_files_that_a_page_names_exist(page: Path) -> None:
     assert not [name for name in named if not any((root / name).exists() for root in (ROOT, ROOT / "src/polylane"))]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_targets_and_modules_that_a_page_names_exist(page: Path) -> None:
+    """``make NAME``, and ``python -m NAME`` of this repository."""
+    text, makefile = page.read_text(), (ROOT / "Makefile").read_text()
+    targets = re.findall(r"`make ([a-z][a-z-]*)", text)
+    assert not [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)]
+    modules = [name.replace(".", "/") for name in re.findall(r"python -m ((?:benchmarks|tests)\.[\w.]*\w)", text)]
+    missing = [name for name in modules if not (ROOT / f"{name}.py").exists() and not (ROOT / name).is_dir()]
+    assert not missing
+
+
 PICTURE = re.compile(r"```\n\$ (polylane lanes [^\n]*)\n(.*?)```", re.DOTALL)
 
 
