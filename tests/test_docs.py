@@ -19,7 +19,9 @@ COMMAND = re.compile(r'polylane +(?:train|verify|inspect|lanes)\b(?:"[^"\n]*"|[^
 
 def commands() -> list[str]:
     """Every command that is shown, each once."""
-    found = [match.group().strip() for page in PAGES for match in COMMAND.finditer(page.read_text())]
+    found = [
+        match.group().strip() for page in PAGES for match in COMMAND.finditer(page.read_text().replace("\\\n", ""))
+    ]
     helped = [CliRunner().invoke(app, [name, "--help"]).stdout for name in ("train", "verify", "inspect", "lanes")]
     found += [match.group().strip() for text in helped for match in COMMAND.finditer(text)]
     return [line for line in dict.fromkeys(found) if " -" in line or "examples/" in line]

@@ -140,3 +140,11 @@ def test_equal_replicas_are_pipelines_side_by_side(schedule: str) -> None:
 def test_replicas_that_cannot_be_drawn(words: str, says: str) -> None:
     done = CliRunner().invoke(app, ["lanes", *words.split(), "--stages", "2", "--microbatches", "8"])
     assert done.exit_code == 2 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_figures_of_workers_break_between_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    printed = CliRunner().invoke(app, ["lanes", "1f1b", "--stages", "6", "--microbatches", "6"]).stdout
+    figures = printed[printed.index("utilization from first to last pass") :].splitlines()
+    assert max(map(len, figures)) <= 60
+    assert all(line.endswith((",", *"012345")) for line in figures) and figures[-1].endswith("on stage 5")

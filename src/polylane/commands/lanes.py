@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,21 +111,16 @@ def _print_schedule(request: LanesRequest, schedule: DrawnSchedule) -> None:
     width = shutil.get_terminal_size((100, 24)).columns
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print((swimlane.ansi if colours else swimlane.text)(timeline, width), end="")
-    _print_figures(timeline, summary)
+    _print_figures(timeline, summary, width)
 
 
-def _print_figures(timeline: Timeline, summary: dict[str, Any]) -> None:
-    """Print the figures of each worker below the picture."""
+def _print_figures(timeline: Timeline, summary: dict[str, Any], width: int) -> None:
+    """Print the figures of each worker below the picture, in lines of ``width`` columns."""
     # "stage 0", or "rank 0 · stage 0, 4", whose first half is enough here.
     names = [row.label.partition(" · ")[0] for row in build_rows(timeline)]
-    utilization = ", ".join(
-        f"{format_percent(part)} on {name}" for part, name in zip(summary["worker_utilization"], names, strict=True)
-    )
-    print(f"utilization from first to last pass: {utilization}")
-    live = ", ".join(
-        f"{format_number(peak)} on {name}" for peak, name in zip(summary["peak_live_microbatches"], names, strict=True)
-    )
-    print(f"peak live microbatches: {live}")
+    utilization = map(format_percent, summary["worker_utilization"])
+    _print_by_worker("utilization from first to last pass", utilization, names, width)
+    _print_by_worker("peak live microbatches", map(format_number, summary["peak_live_microbatches"]), names, width)
     if (chunks := summary["chunks"]) > 1:
         total = format_number(timeline.makespan() / chunks)
         print(f"ticks are of a chunk's passes: with {chunks} chunks to a stage's, as --compare has them, {total} ticks")
@@ -134,7 +131,14 @@ def _print_figures(timeline: Timeline, summary: dict[str, Any]) -> None:
     steady = summary["steady_utilization"]
     print(f"utilization while the pipeline is full: {'never full' if steady is None else format_percent(steady)}")
     for key, title in (("weight_versions", "versions of weights"), ("staleness", "updates that weights lack")):
-        print(f"{title}: " + ", ".join(f"{value} on {name}" for value, name in zip(summary[key], names, strict=True)))
+        _print_by_worker(title, map(str, summary[key]), names, width)
+
+
+def _print_by_worker(title: str, values: Iterable[str], names: Sequence[str], width: int) -> None:
+    """Print a figure of each worker, in lines of ``width`` columns that break between workers."""
+    # textwrap breaks at no such blank.
+    figures = [f"{value} on {name}".replace(" ", "\xa0") for value, name in zip(values, names, strict=True)]
+    print(textwrap.fill(f"{title}: " + ", ".join(figures), width).replace("\xa0", " "))
 
 
 # The command line's stages and durations -----------------------------------------------------------------------------
