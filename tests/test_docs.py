@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -69,20 +68,3 @@ def test_pictures_of_schedules_are_those_of_the_command(line: str, shown: str, m
     monkeypatch.setenv("COLUMNS", "100")
     drawn = CliRunner().invoke(app, shlex.split(line)[1:])
     assert "".join(f"{each.rstrip()}\n" for each in drawn.stdout.splitlines()) == shown
-
-
-def block(page: str, language: str, contains: str) -> str:
-    """A block of code that is shown."""
-    found = re.findall(rf"```{language}[^\n]*\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    return next(text for text in found if contains in text)
-
-
-def test_the_plan_file_is_one_for_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    Path("mymodel.py").write_text(block("README.md", "python", "def optimizer(parameters)"))
-    Path("plan.yaml").write_text(block("docs/explanation/how-it-works.md", "yaml", "placements:"))
-    result = CliRunner().invoke(app, ["inspect", "mymodel.py", "--plan", "plan.yaml"])
-    sys.modules.pop("mymodel", None)
-    assert result.exit_code == 0, result.stderr
-    assert "2.weight (10.2 kB): pinned" in result.stdout
