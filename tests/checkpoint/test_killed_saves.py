@@ -44,7 +44,7 @@ def kill() -> None:
 POINTS: dict[str, tuple[Any, str, str, int]] = {
     "state to be collected": (WorkerTrainingState, "collect", "before", 1),
     "state collected": (WorkerTrainingState, "collect", "after", 1),
-    "rectangles cut": (save_module, "_cut_shards", "after", 1),
+    "rectangles cut": (save_module, "cut_shards", "after", 1),
     "rectangles to be assigned": (CheckpointSaver, "_assign", "before", 1),
     "rectangles assigned": (CheckpointSaver, "_assign", "after", 1),
     "writer started": (SnapshotWriter, "_open", "after", 1),
