@@ -12,15 +12,12 @@ import pytest
 
 from polylane.checkpoint.commit import list_steps
 from polylane.checkpoint.store import open_checkpoint
+from tests.support.recipes.binary import BINARY
 from tests.support.workers import forked_commands
 
-RECIPE = """
-import torch
-from torch import nn
-
-import polylane
-
-
+RECIPE = (
+    BINARY
+    + """
 class Notes(polylane.Callback):
     def __init__(self, stop_after):
         self.stop_after, self.steps, self.tests = stop_after, 0, 0
@@ -47,31 +44,14 @@ class Notes(polylane.Callback):
         self.tests = state["tests"]
 
 
-def model():
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def loss(model, batch):
-    return nn.functional.binary_cross_entropy_with_logits(model(batch[0]).flatten(), batch[1])
-
-
 def metrics(model, batch):
     return {"accuracy": (model(batch[0]).flatten() > 0) == (batch[1] > 0.5)}
 
 
 def callbacks(stop_after=0):
     return [Notes(stop_after)]
-
-
-def optimizer(parameters, lr=0.5):
-    return torch.optim.SGD(parameters, lr=lr)
-
-
-def data(split):
-    generator = torch.Generator().manual_seed(len(split))
-    x = torch.randn(40 if split == "train" else 19, 4, generator=generator)
-    return list(zip(x, (x.sum(1) > 0).float()))
 """
+)
 
 
 @pytest.fixture

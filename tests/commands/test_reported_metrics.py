@@ -8,24 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.recipes.binary import BINARY
 from tests.support.workers import forked_commands
 
-RECIPE = """
-import torch
-from torch import nn
+RECIPE = (
+    BINARY
+    + """
 from torchmetrics.classification import BinaryF1Score
 
-import polylane
-
 F1 = BinaryF1Score()
-
-
-def model():
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def loss(model, batch):
-    return nn.functional.binary_cross_entropy_with_logits(model(batch[0]).flatten(), batch[1])
 
 
 def metrics(model, batch, bound=0.0):
@@ -33,17 +24,8 @@ def metrics(model, batch, bound=0.0):
     hits = (logits > bound) == (batch[1] > 0.5)
     recall = polylane.Mean((hits * batch[1]).sum(), batch[1].sum())
     return {"accuracy": hits, "recall": recall, "f1": (F1, logits.sigmoid(), batch[1])}
-
-
-def optimizer(parameters, lr=0.3):
-    return torch.optim.SGD(parameters, lr=lr)
-
-
-def data(split):
-    generator = torch.Generator().manual_seed(len(split))
-    x = torch.randn(48 if split == "train" else 19, 4, generator=generator)
-    return list(zip(x, (x.sum(1) > 0).float()))
 """
+)
 
 
 @pytest.fixture
@@ -75,7 +57,7 @@ def test_steps_have_the_learning_rates_of_all_groups(folder: Path) -> None:
     groups = "[{'params': parameters[:2], 'lr': lr / 10}, {'params': parameters[2:]}]"
     recipe = RECIPE.replace("torch.optim.SGD(parameters, lr=lr)", f"torch.optim.SGD({groups}, lr=lr)")
     (folder / "binary.py").write_text(recipe)
-    command = "train binary.py --workers 2 --plan data=2 --steps 2 --batch 8 --run run"
+    command = "train binary.py --workers 2 --plan data=2 --steps 2 --batch 8 --run run --set lr=0.3"
     done = forked_commands.run([sys.executable, "-m", "polylane", *command.split()])
     assert done.returncode == 0, done.stderr
     rows = [json.loads(row) for row in (folder / "run/metrics.jsonl").read_text().splitlines()]

@@ -294,6 +294,9 @@ class JoinedTraining:
                 sys.exit(1)
             self._signals.mark_reported()
             exception = failure.to_exception()
+            if self._launch.is_first:  # whose process alone writes files, and knows more than the watch over it
+                self._folder.note_failure(exception)
+                self.end_watch()
             if isinstance(exception, PolylaneError):
                 raise exception from None
             say_at_once(str(exception))

@@ -112,7 +112,7 @@ class RunFolder:
         try:
             yield
         except Exception as error:
-            if writes and self.kept() is not None:
+            if writes:
                 self.note_failure(error)
             raise
         finally:
@@ -263,7 +263,7 @@ class RunFolder:
         is_reported = isinstance(error, WorkerFailed) and (self._at / file_names.WHY).exists()
         sentence = str(error) if isinstance(error, PolylaneError) else describe_error(error)
         sentence = error.sentence if isinstance(error, WorkerFailed) else sentence
-        if not is_reported:
+        if not is_reported and self.kept() is not None:  # before its first step a run leaves nothing
             with suppress(PolylaneError):  # the exception matters more
                 self.why(HangReport(sentence, (), (), Timeline((), 0)))
 
