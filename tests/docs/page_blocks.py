@@ -7,7 +7,8 @@ What a block is follows from the language of its fence, its title, and a comment
   for anything. A command without such lines is only run.
 * a block of any language with a title that is no path of the repository is a file of the page's folder: commands and
   programs after it find it. With a title that is a path of the repository, the block's lines must be in that file.
-* ``diff`` with a title: the lines that remain or are added must be in that file, in this order.
+* ``diff`` with a title: the lines that remain or are added must be in that file, in this order; where the title is no
+  path of the repository, they are a file of the page's folder.
 * ``python`` without a title: a program, which is run. ``<!-- continues -->`` above it: it goes on where the last one
   ended. ``<!-- setup: NAME -->``: what tests/docs/setups/NAME.py defines is there. ``<!-- prints -->`` above a block of
   ``text``: what the last program printed.

@@ -72,12 +72,12 @@ class Reader:
             if block.language == "diff" and block.title:
                 if (ROOT / block.title).exists():
                     assert_has_lines((ROOT / block.title).read_text(), read_new_side(block.text), block)
+                else:
+                    self.write(block.title, "".join(f"{line}\n" for line in read_new_side(block.text)))
             elif (whole := block.find_mark("part of") or block.title) and (ROOT / whole).exists():
                 assert_has_lines((ROOT / whole).read_text(), block.text.splitlines(), block)
             elif block.title:
-                path = self.folder / block.title
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(block.text)
+                self.write(block.title, block.text)
             elif block.language == "python":
                 setup = block.find_mark("setup")
                 start = (SETUPS / f"{setup}.py").read_text() if setup else ""
@@ -88,6 +88,12 @@ class Reader:
             elif block.language == "console":
                 for command in read_commands(block):
                     self.try_command(command, block)
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file of the page into the page's folder."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
     def try_command(self, command: Command, block: Block) -> None:
         """Run a command and compare what it prints."""
