@@ -218,6 +218,11 @@ def test_verify_tells_rounding_from_a_difference(scripts: Path) -> None:
     assert re.search(r"0.0.bias differs by .*rounding alone changes that by .*: let the script make fewer steps", out)
 
 
+def test_verify_refuses_gradients_that_are_rounded_on_their_way(scripts: Path) -> None:
+    _, err = execute(scripts, "verify tiny_script.py --plan data=2,wire=bfloat16", code=2)
+    assert "wire=bfloat16: gradients lose digits on their way" in err and "leave it out" in err
+
+
 def test_numbers_are_compared_line_by_line() -> None:
     tolerance = Tolerance(1e-9, 1e-12)
     plain = ["loss 0.5, 3 s", "done", "loss nan 1e-17"]

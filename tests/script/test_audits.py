@@ -130,6 +130,12 @@ def test_random_numbers_that_go_by_the_plan_s_parts_end_audits_with_a_note() -> 
         assert report.steps == () and "those of the plan's parts of a batch" in report.note
 
 
+def test_gradients_that_are_rounded_on_their_way_are_no_fault() -> None:
+    for losses, report in fork_workers(lambda context: train("data=2,wire=bfloat16", "stop", steps=2), 2):
+        assert len(losses) > 2 and report.steps == ()
+        assert report.note.startswith("wire=bfloat16: gradients lose digits on their way")
+
+
 def test_a_mode_that_does_not_exist_is_refused() -> None:
     network = nn.Linear(2, 2)
     with pytest.raises(PolylaneError, match="audit='always': give one of auto, stop, warn, off"):

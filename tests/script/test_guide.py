@@ -1,4 +1,4 @@
-"""The guide's table of what scripts do is that of the tests; ``python -m tests.script.test_guide`` writes it."""
+"""The reference's table of what scripts do is that of the tests; ``python -m tests.script.test_guide`` writes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.script.traps import TRAPS
 from tests.script.weight_loops import WEIGHT_LOOPS
 from tests.script.weight_traps import WEIGHT_TRAPS
 
-GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "scripts.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "reference" / "scripts.md"
 _TABLE = re.compile(r"(?<=test_guide -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 

@@ -27,7 +27,7 @@ from polylane.script.loading.input_layout import UNDIVIDED, BatchDim, TapeLayout
 from polylane.script.role import ScriptJob
 from polylane.script.tape import Tape, replay_tape
 from polylane.verify.audit import AuditMode
-from polylane.verify.audit.audit_start import MEMORY_SHARE
+from polylane.verify.audit.audit_start import MEMORY_SHARE, describe_rounded_gradients
 from polylane.verify.audit.passes_audit import PassesAudit
 from polylane.verify.audit.step_replay import read_rounding
 
@@ -111,7 +111,8 @@ def start_script(
         attempts += [(layout, partial(compile_layout, layout)) for layout in undivided]
         layout, compiled = try_layouts(attempts, planned_parts > 1, tape.line, reads_batches)
         _refuse_other_updates(compiled.plan)
-        tolerance, note = read_rounding(compiled, world.device).tolerance, _why_no_audit(world, models)
+        note = describe_rounded_gradients(compiled.plan) or _why_no_audit(world, models)
+        tolerance = read_rounding(compiled, world.device).tolerance
         job = start_job(ScriptJob, world, compiled, "off", example=tape.make_batch(layout, inputs))
     note = next(filter(None, job.worker.exchange(note)), "")  # a worker of a host with less memory counts for all
     say = say_at_once if is_launched() and world.rank == 0 else (lambda sentence: None)  # commands say it at the end

@@ -137,7 +137,7 @@ def verify_compiled(
     tolerance: float = TOLERANCE,
 ) -> Verdict:
     """Compare as :func:`verify` does, for a training that is compiled in float64 already; its model is not changed."""
-    _refuse_lossy_sync(prepared.plan)
+    refuse_lossy_sync(prepared.plan)
     batches = [batch_in_float64(batch) for batch in batches]
     sizes = [sample_count(flatten(batch)[0]) for batch in batches]
     prepared.min_samples.check(min(sizes), "the shortest batch", "verify fewer steps, or take another batch size")
@@ -305,7 +305,7 @@ def _build_deviations(prepared: CompiledTraining, names: Sequence[str], judgemen
     )
 
 
-def _refuse_lossy_sync(plan: Plan) -> None:
+def refuse_lossy_sync(plan: AnyPlan) -> None:
     """Refuse a plan whose gradients are rounded or compressed: that loss cannot be distinguished from an error.
 
     Raises:

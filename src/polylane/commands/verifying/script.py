@@ -104,7 +104,10 @@ def run(request: VerifyRequest) -> bool:
         plan: str | AnyPlan = str(request.plan)
         workers = request.workers
     else:
+        from polylane.verify.verify import refuse_lossy_sync  # imports torch
+
         plan = inputs.fit_plan(request)
+        refuse_lossy_sync(plan)
         workers = plan.processes
     verdict = _prove(request, plan, workers)
     if request.json:

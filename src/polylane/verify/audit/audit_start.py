@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from polylane.compile.compiled_training import CompiledTraining
-from polylane.plan.plan import Plan
+from polylane.plan.plan import AnyPlan, Plan
 from polylane.probe.machine import available_memory
 from polylane.runtime.nameless_file import open_nameless_file
 from polylane.runtime.workers.world import World
@@ -113,10 +113,15 @@ def _why_not(plan: Plan) -> str:
         return f"schedule={plan.schedule} trains with weights of several steps: polylane verify replays its rule"
     if plan.sync.has_servers and plan.sync.is_replica_local:
         return "servers take updates in an order of their own: polylane verify replays it"
-    if plan.sync.wire != "same" or plan.sync.compress is not None:
-        words = ",".join(plan.sync.to_words())
-        return f"{words}: gradients lose digits on their way, which is no difference to be found"
-    return ""
+    return describe_rounded_gradients(plan)
+
+
+def describe_rounded_gradients(plan: AnyPlan) -> str:
+    """Return why gradients that are rounded between workers cannot be audited; "" where a plan rounds none."""
+    if plan.sync.wire == "same" and plan.sync.compress is None:
+        return ""
+    words = ",".join(plan.sync.to_words())
+    return f"{words}: gradients lose digits on their way, which is no difference to be found"
 
 
 def _why_not_here(prepared: CompiledTraining, is_unforkable: bool) -> str:
