@@ -148,7 +148,7 @@ def _is_known_size(node: fx.Node) -> bool:
 
 
 def _last_node(graph: fx.Graph) -> fx.Node | None:
-    return next(reversed(graph.nodes), None)
+    return next(iter(reversed(graph.nodes)), None)
 
 
 def _nodes_since(graph: fx.Graph, last_node: fx.Node | None) -> Iterator[fx.Node]:
