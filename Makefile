@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Which torch, and other exact versions: `make test CONSTRAINTS=FILE` takes others.
+CONSTRAINTS := constraints.txt
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 DEMO := examples/digits.py --workers 4 --plan data=2,pipeline=2
@@ -15,172 +17,158 @@ FAULTS ?= 200
 LAUNCHERS := --launcher own --launcher torchrun
 WORKERS := tests/equivalence tests/runtime tests/planner tests/auto
 
-.PHONY: install test test-workers test-alone test-all mutants fuzz check docs demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
+.DEFAULT_GOAL := help
+.PHONY: help package install test test-workers test-alone test-all mutants fuzz check docs demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
 	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths \
 	bench-checkpoints bench-audit bench-prepared bench-recordings bench-scripts bench-observing bench-batches trainings zoo gpu chaos clean
 
-install: $(INSTALLED)
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## Set up .venv with polylane and all that its tests, docs and examples need
 
 # The stamp is written last: an installation that was interrupted runs again.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or \
 		sys.exit("polylane needs Python 3.11 or newer, and $(PYTHON) is %s: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" % v)'
 	@test -x $(BIN)/pip || { echo "Creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
 	@echo "Installing torch: 200 MB to download, or 3 GB where it comes with CUDA"
-	@$(PIP) -r constraints.txt
+	@$(PIP) -r $(CONSTRAINTS)
 	@echo "Installing polylane and what it needs: 60 MB"
-	@$(PIP) -c constraints.txt -e .
+	@$(PIP) -c $(CONSTRAINTS) -e .
 	@echo "Installing what its tests and examples need: 70 MB"
-	@$(PIP) -c constraints.txt -e '.[test]'
+	@$(PIP) -c $(CONSTRAINTS) -e '.[test]'
 	@touch $@
 	@echo "Done: everything is in $(VENV)"
 
-check: $(INSTALLED)
+check: $(INSTALLED) ## Lint and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
 # Lint and types beside two halves of the tests, of about equal length: most of what starts workers, with the planner, and
 # the rest. All three at a time, so that neither half begins later than the other.
-test: $(INSTALLED)
+test: $(INSTALLED) ## Lint, types and all tests that are not slow
 	@$(MAKE) --no-print-directory -j 3 -O check test-workers test-alone
 
-test-workers: $(INSTALLED)
+test-workers: $(INSTALLED) ## The half of the tests that starts most workers
 	@$(BIN)/python -m pytest -m "not slow" -p no:cacheprovider $(WORKERS)
 
-test-alone: $(INSTALLED)
+test-alone: $(INSTALLED) ## The other half
 	@$(BIN)/python -m pytest -m "not slow" -p no:cacheprovider tests $(addprefix --ignore=,$(WORKERS))
 
-test-all: check
+test-all: check ## All tests, the slow ones too
 	@$(BIN)/python -m pytest
 
-# Deliberate bugs, one at a time: `verify` and the tests must notice each. `make mutants ARGS="--only dropped-send"`.
-mutants: $(INSTALLED)
+mutants: $(INSTALLED) ## Plant bugs, one at a time, which verify and the tests must notice (an hour); ARGS="--only dropped-send"
 	@$(BIN)/python -m tests.mutants --jobs 2 $(ARGS)
 
-# Wrong input by the thousand: each must end well, or in one sentence, within bounds. Others: `make fuzz ARGS="--seed 2"`.
-fuzz: $(INSTALLED)
+fuzz: $(INSTALLED) ## A thousand wrong inputs, each of which must end well or in one sentence; ARGS="--seed 2"
 	@$(BIN)/python -m tests.fuzzing --inputs 1000 $(ARGS)
 
-# The site of docs/, from the pages and the code; every warning is an error.
-docs: $(INSTALLED)
+docs: $(INSTALLED) ## Build the documentation as a site into run/site
 	@$(BIN)/python -m tests.docs.generated_pages
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
 	@echo "The documentation: $(CURDIR)/run/site/index.html"
 
-demo: $(INSTALLED)
+package: $(INSTALLED) ## Build the wheel and the source archive into dist, and train from the wheel in an empty environment
+	@rm -rf dist build/empty
+	@$(BIN)/python -m build --outdir dist
+	@$(PYTHON) -m venv build/empty
+	@build/empty/bin/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) dist/*.whl
+	@cp examples/two_devices.py build && cd build && empty/bin/polylane train two_devices.py --workers 2 --plan pipeline=2 --steps 5 --run trained
+
+demo: $(INSTALLED) ## Train a small ResNet on four workers, and prove it equal to one
 	@$(BIN)/polylane train $(DEMO) --epochs $(EPOCHS) --run run/digits
 	@$(BIN)/polylane verify $(DEMO) --steps 3
 	@echo "The swimlanes of the run: $(CURDIR)/run/digits/swimlane.html"
 
-# Each measures for minutes; `make bench ARGS=--quick` only shows that it works.
-bench: $(INSTALLED)
+bench: $(INSTALLED) ## Two workers against one, two threads and torch's own, and utilization; ARGS=--quick for any bench
 	@$(BIN)/python -m benchmarks $(ARGS)
 	@$(BIN)/python -m benchmarks.speed.utilization $(ARGS)
 
-bench-tensor: $(INSTALLED)
+bench-tensor: $(INSTALLED) ## Operators split over two workers, beside DTensor
 	@$(BIN)/python -m benchmarks.speed.tensor $(ARGS)
 
-bench-balance: $(INSTALLED)
+bench-balance: $(INSTALLED) ## Stages of unequal cost
 	@$(BIN)/python -m benchmarks.speed.balance $(ARGS)
 
-bench-transport: $(INSTALLED)
+bench-transport: $(INSTALLED) ## Shared memory against gloo
 	@$(BIN)/python -m benchmarks.speed.transport $(ARGS)
 
-bench-sync: $(INSTALLED)
+bench-sync: $(INSTALLED) ## Every way in which replicas agree
 	@$(BIN)/python -m benchmarks.speed.sync $(ARGS)
 
-bench-sharded: $(INSTALLED)
+bench-sharded: $(INSTALLED) ## Sharded replicas beside DDP and FSDP2
 	@$(BIN)/python -m benchmarks.speed.sharded $(ARGS)
 
-# Bytes that schedules keep alive; the picture of docs/results/benchmarks.md too.
-bench-memory: $(INSTALLED)
+bench-memory: $(INSTALLED) ## Bytes that schedules keep alive, and their picture
 	@$(BIN)/python -m benchmarks.memory.laws --plot docs/images/memory-laws.svg $(ARGS)
 
-# Trains by a plan that `polylane plan --memory` found, where one device runs out of memory.
-bench-memory-limit: $(INSTALLED)
+bench-memory-limit: $(INSTALLED) ## A plan trains where one device runs out of memory
 	@$(BIN)/python -m benchmarks.memory.limit $(ARGS)
 
-bench-zero-bubble: $(INSTALLED)
+bench-zero-bubble: $(INSTALLED) ## Zero-bubble schedules beside torch's
 	@$(BIN)/python -m benchmarks.speed.zero_bubble $(ARGS)
 
-bench-gpipe: $(INSTALLED)
+bench-gpipe: $(INSTALLED) ## Pipelines beside torchgpipe
 	@$(BIN)/python -m benchmarks.speed.gpipe $(ARGS)
 
-bench-staleness: $(INSTALLED)
+bench-staleness: $(INSTALLED) ## How stale weights learn
 	@$(BIN)/python -m benchmarks.learning.staleness $(ARGS)
 
-# Time to a loss by batch, and what the gradient noise scale says of it.
-bench-batches: $(INSTALLED)
+bench-batches: $(INSTALLED) ## Time to a loss by batch, beside what the gradient noise scale says
 	@$(BIN)/python -m benchmarks.learning.batches $(ARGS)
 
-# What a step costs on a length of text that is new, of an encoder of transformers.
-bench-lengths: $(INSTALLED)
+bench-lengths: $(INSTALLED) ## Steps on a length of text that is new
 	@$(BIN)/python -m benchmarks.overhead.lengths $(ARGS)
 
-# What a checkpoint costs the training that it is taken of.
-bench-checkpoints: $(INSTALLED)
+bench-checkpoints: $(INSTALLED) ## What a checkpoint costs its training
 	@$(BIN)/python -m benchmarks.overhead.checkpoints $(ARGS)
 
-# What the columns of observed steps cost: blocks of steps with them and without, in turns.
-bench-observing: $(INSTALLED)
+bench-observing: $(INSTALLED) ## What the columns of observed steps cost
 	@$(BIN)/python -m benchmarks.overhead.observing $(ARGS)
 
-# What audits cost a training: a thousand steps with them and without, in turns.
-bench-audit: $(INSTALLED)
+bench-audit: $(INSTALLED) ## What audits cost
 	@$(BIN)/python -m benchmarks.overhead.audit $(ARGS)
 
-# A prepared script's steps beside a plain loop's, and beside a Job's.
-bench-prepared: $(INSTALLED)
+bench-prepared: $(INSTALLED) ## Prepared scripts beside plain loops and a Job
 	@$(BIN)/python -m benchmarks.overhead.prepared $(ARGS)
 
-bench-planner: $(INSTALLED)
+bench-planner: $(INSTALLED) ## Predicted beside measured steps on this machine
 	@$(BIN)/python -m benchmarks.planner $(ARGS)
 
-bench-scale: $(INSTALLED)
+bench-scale: $(INSTALLED) ## How long planning takes as models and clusters grow
 	@$(BIN)/python -m benchmarks.planner.scale $(ARGS)
 
-# Measurements that others published, as files of a folder: `make bench-published FOLDER=measured`, or one of them, or
-# any with such columns: `make bench-published FILE=other.csv`. With ARGS=--choose, FSDP's rows are not told how they ran.
-bench-published: $(INSTALLED)
+bench-published: $(INSTALLED) ## Predictions beside published measurements; FOLDER=measured or FILE=rows.csv, ARGS=--choose
 	@$(BIN)/python -m benchmarks.published $(FILE) $(if $(FOLDER),--folder $(FOLDER)) $(ARGS)
 
-# Training scripts of others, plain and prepared: `make bench-scripts EXAMPLES=checkout ACCELERATE=checkout`.
-bench-scripts: $(INSTALLED)
+bench-scripts: $(INSTALLED) ## Scripts of others, plain and prepared; EXAMPLES=checkout ACCELERATE=checkout
 	@$(BIN)/python -m benchmarks.scripts $(EXAMPLES) $(ACCELERATE) $(ARGS)
 
-# Hangs that others recorded, with the ranks at which they injected a fault: `make bench-recordings FOLDER=fr_traces`.
-bench-recordings: $(INSTALLED)
+bench-recordings: $(INSTALLED) ## Hangs that others recorded; FOLDER=fr_traces
 	@$(BIN)/python -m benchmarks.published.flight_recordings $(FOLDER) $(ARGS)
 
-# Every training of tests/equivalence/trainings by every plan, against a plain loop on one device
-# (docs/explanation/exactness.md). Some of them: `make trainings ONLY="weighted_mean hf_causal"`.
-trainings: $(INSTALLED)
+trainings: $(INSTALLED) ## Every training of the tests by every plan, against a plain loop; ONLY="weighted_mean hf_causal"
 	@$(BIN)/python -m tests.equivalence.same_numbers --told $(if $(ONLY),--only $(ONLY))
 
-# Models of other packages, by seven plans each, held by verify against one device: docs/results/models.md. Some of them:
-# `make zoo ARGS="--only GPT-2"`. Their packages go into an environment of their own, which sees polylane's.
-zoo: $(ZOO)/.installed
+zoo: $(ZOO)/.installed ## Models of other packages by seven plans each, into docs/results/models.md; ARGS="--only GPT-2"
 	@$(ZOO)/bin/python -m benchmarks.zoo $(ARGS)
 
 $(ZOO)/.installed: $(INSTALLED)
 	@echo "Installing the packages of the zoo: 250 MB"
 	@$(BIN)/python -m venv --clear $(ZOO)
 	@$(ZOO)/bin/python benchmarks/zoo/set_up.py $(VENV)
-	@$(ZOO)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[zoo]'
+	@$(ZOO)/bin/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) -e '.[zoo]'
 	@touch $@
 
-# What a machine with a GPU can show: equality, plans on one device, memory, spans, speed; tables on the screen and in
-# run/gpu. `make gpu INSTALL=no PYTHON=/path/to/python` takes a Python that has torch and what polylane needs already.
-gpu: $(if $(filter no,$(INSTALL)),,$(INSTALLED))
+gpu: $(if $(filter no,$(INSTALL)),,$(INSTALLED)) ## What a machine with a GPU can show; INSTALL=no PYTHON=/path/to/python to use a Python as it is
 	@PYTHONPATH=src $(if $(filter no,$(INSTALL)),$(PYTHON),$(BIN)/python) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
-# Two hundred faults at random moments of trainings, by nine plans, over both transports, under both launchers: hours on
-# a busy machine of two cores. Others: `make chaos FAULTS=40 ARGS="--seed 8 --only kill"`.
-chaos: $(INSTALLED)
+chaos: $(INSTALLED) ## Faults at random moments of trainings (hours); FAULTS=40 ARGS="--seed 8 --only kill"
 	@$(BIN)/python -m tests.chaos tests/support/recipes/small_network.py $(addprefix --plan ,$(CHAOS_PLANS)) --batch 16 $(LAUNCHERS) --seed 7 --faults $(FAULTS) $(ARGS)
 
-# Everything that is made; the virtual environment too.
-clean:
+clean: ## Remove everything that is made, .venv too
 	@rm -rf $(VENV) $(ZOO) build dist run src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
