@@ -68,7 +68,7 @@ fuzz: $(INSTALLED) ## A thousand wrong inputs, each of which must end well or in
 
 docs: $(INSTALLED) ## Build the documentation as a site into run/site
 	@$(BIN)/python -m tests.docs.generated_pages
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "The documentation: $(CURDIR)/run/site/index.html"
 
 package: $(INSTALLED) ## Build the wheel and the source archive into dist, and train from the wheel in an empty environment

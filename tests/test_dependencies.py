@@ -14,7 +14,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = {"yaml": "pyyaml", "sklearn": "scikit-learn", "pydantic_core": "pydantic", "mlflow": "mlflow-skinny"}
 # What nobody imports and the tests need all the same: programs, a plugin of pytest (timeout), a notebook's kernel, and
 # types for mypy.
-TOOLS = {"ipykernel", "mypy", "ruff", "pytest-timeout", "types-pyyaml"}
+TOOLS = {"build", "ipykernel", "mypy", "ruff", "setuptools", "pytest-timeout", "types-pyyaml"}
 
 
 BRIDGES = ROOT / "src" / "polylane" / "integrations"  # to packages that are extras
