@@ -40,6 +40,11 @@ from polylane.schedule.schedules import ScheduleName
 # a copy of click of its own.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
+# Commands as help lists them: first those that train, then what finds a plan, then what tells of a run.
+ORDER = (
+    *("run", "train", "verify", "plan", "inspect", "simulate", "probe"),
+    *("report", "why", "advise", "export", "lanes"),
+)
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 ECHO_SECONDS = 2.0  # longer than torchrun takes to end the other workers once one has ended
 
@@ -51,6 +56,10 @@ class _Sentences(TyperGroup):
     worker, or a fault of polylane's own, 128 and the signal's number for a run that a signal ended: 130 for Ctrl-C, 143
     for SIGTERM. Other exceptions, of the user's code or of a library, keep their traceback.
     """
+
+    def list_commands(self, context: Any) -> list[str]:
+        """Return the names of the commands in the order in which a user comes to need them."""
+        return sorted(super().list_commands(context), key=ORDER.index)
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run one command line and exit."""
@@ -164,20 +173,35 @@ def _polylane(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Distribute the training of a PyTorch model over several workers, computing the same numbers as one device.
+    """Split the training of a PyTorch model over several workers, with the same numbers as on one device.
 
-    RECIPE is a Python file or module that defines model(), loss(model, batch), optimizer(parameters) and data(split),
-    and optionally scheduler(optimizer), collate(samples) and init(module).
+    SCRIPT is a Python file with a training loop of its own, which calls polylane.prepare(model, optimizer, loader).
 
-    SPEC is a plan: a line of keys such as data=2,pipeline=2,schedule=1f1b,microbatches=8, the path of a plan file
-    (written by inspect --write, or the plan.yaml of an earlier run), or auto for the plan that is predicted to be the
-    fastest. tensor=2 shards operators and their parameters; sequence=2 shards operators and replicates parameters;
-    precision=bfloat16 enables autocast; recompute=full, selective, budget:200MB or blocks.3:full+blocks.5:full
-    recomputes activations; compile=yes compiles each stage with torch.compile. A mesh per stage is written
-    "[data=2 | tensor=2 | 1],microbatches=8".
+    RECIPE is a Python file or module without a loop: it defines model(), loss(model, batch), optimizer(parameters) and
+    data(split), and optionally scheduler(optimizer), collate(samples), init(module), metrics(model, batch),
+    sampler(dataset) and callbacks().
+
+    SPEC is a plan, which says how the training is split: a line of keys such as data=2,pipeline=2, the path of a plan
+    file (written by inspect --write, or the plan.yaml of an earlier run), or auto for the plan that is predicted to be
+    the fastest. Keys that are used most:
 
     \b
-    Example:
+      data=N           N replicas, each on its own samples
+      pipeline=N       N stages of the model, one after the other
+      tensor=N         operators and their parameters split over N workers
+      sequence=N       operators split over N workers, parameters on each
+      microbatches=N   parts of a batch that pass through the stages
+      schedule=NAME    order of the passes: 1f1b, zb-h1, interleaved, ...
+      shard=WHAT       optimizer, gradients or parameters over replicas (ZeRO)
+      precision=TYPE   bfloat16: autocast
+      recompute=WHAT   full, selective, budget:200MB: activations computed again
+      compile=yes      each stage by torch.compile
+
+    A mesh for each stage is written "[data=2 | tensor=2 | 1],microbatches=8". All keys: docs/reference/plan-keys.md.
+
+    \b
+    Examples:
+      polylane run mnist.py --workers 4 --plan data=2,pipeline=2
       polylane train examples/digits.py --workers 4 --plan data=2,pipeline=2
     """
     if version:
@@ -207,21 +231,21 @@ def verify(
     resume_plan: options.ResumePlan = None,
     json: Json = False,
 ) -> None:
-    """Verify in float64 that a plan computes the same numbers as one worker.
+    """Prove that a plan computes the numbers of one device.
 
-    Trains K steps on one worker and with the plan, each step from the same state, and compares losses, gradients,
-    weights, buffers and optimizer states. If a relative error exceeds 1e-9, reports the first operator whose value
-    differs and exits with code 1.
+    A RECIPE is trained for K steps in float64, on one worker and by the plan, each step from the same state. Losses,
+    gradients, weights, buffers and optimizer states must agree to within 1e-9. Otherwise the first operator whose value
+    differs is named, and the exit code is 1.
 
-    With --resume, verifies checkpointing: K steps without interruption, and K steps that are interrupted by a
-    checkpoint and resumed on new workers, must agree bit by bit in losses, weights, buffers, optimizers and
-    schedulers; with --resume-plan, to within 1e-9 when resumed under another plan. Otherwise reports the first tensor
-    that differs and exits with code 1.
+    With --resume, checkpoints are verified: K steps without interruption, and K steps that are interrupted by a
+    checkpoint and resumed on new workers, must agree bit by bit in losses, weights, buffers, optimizers and schedulers;
+    with --resume-plan, which resumes under another plan, to within 1e-9. Otherwise the first tensor that differs is
+    named, and the exit code is 1.
 
-    Of a SCRIPT that calls polylane.prepare, runs it plainly and under the plan, each time to its end, and compares the
-    numbers that it prints, line by line, and the weights that its models have at the end; in float64 if it runs with
-    torch.set_default_dtype(torch.float64), else to the precision of its own types. Where the two differ, further runs
-    find numbers that change every time (seconds), and what rounding alone changes. Each run writes the script's files.
+    A SCRIPT is run to its end twice, as it is and by the plan. The numbers that it prints, line by line, and the
+    weights of its models at the end must agree: in float64 if the script calls torch.set_default_dtype(torch.float64),
+    else to the precision of its own types. If they differ, further runs find out which numbers change every time, such
+    as seconds, and what rounding alone changes. Each run writes the script's files.
 
     \b
     Examples:
@@ -262,7 +286,7 @@ def inspect(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show the captured graph of a model, and how a plan partitions it.
+    """Show the graph of a model, and how a plan cuts it.
 
     Lists operators, parameters, FLOPs of a forward pass and bytes of all values per module, and the modules that could
     not be captured, with the reason. With a plan, also lists its stages and every value sent between stages. With
@@ -304,10 +328,11 @@ def lanes(
     html: options.Html = None,
     json: Json = False,
 ) -> None:
-    """Draw the timeline of a pipeline schedule from given durations.
+    """Draw the timeline of a pipeline schedule.
 
-    Shows when each stage runs each microbatch, the utilization (busy time over total time), the makespan in ticks, the
-    utilization of each worker between its first and last pass, and the maximum number of microbatches that it holds.
+    Needs no model: durations of passes are given in ticks. Shows when each stage runs each microbatch, the utilization
+    (busy time over total time), the makespan in ticks, the utilization of each worker between its first and last pass,
+    and the maximum number of microbatches that it holds.
     interleaved and zb-v divide each stage into chunks (a, b, ...), to which durations then refer. zb-h1, zb-h2 and zb-v
     split backward passes into input gradients and weight gradients. pipedream and pipedream-2bw are drawn over several
     updates. auto is the order found by a search. With --replicas, several workers share a stage and take microbatches

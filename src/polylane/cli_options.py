@@ -133,9 +133,9 @@ Audit = Annotated[
     AuditMode,
     typer.Option(
         "--audit",
-        help="Repeat steps 1, 2, 4, 8, ... (of a recipe, the first of each epoch as well, in a separate process) as "
-        "your code is written, and compare the results. auto: audit as many of them as fit into 1% of the training "
-        "time, and stop if a step differs; stop: audit all of them; warn: continue if a step differs.",
+        help="Compute some steps a second time by your own code on one device, and compare: steps 1, 2, 4, 8, ..., of "
+        "a recipe also the first of each epoch. auto: as many of them as fit into 1% of the training time, and stop if "
+        "one differs; stop: all of them; warn: all, and continue if one differs; off: none.",
     ),
 ]
 Noise = Annotated[

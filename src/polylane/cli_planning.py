@@ -105,7 +105,11 @@ def probe(
     settings: Set = None,
     json: Json = False,
 ) -> None:
-    """Measure this machine: operators, memory, communication, and the slowdown of workers that run side by side.
+    """Measure this machine, for plan and simulate.
+
+    -o measures operators, memory, communication, and how much workers that run side by side slow each other, in under a
+    minute, and writes a cluster file. --profile measures the operators of a recipe, which is more accurate on a CPU.
+    Nothing else should run meanwhile.
 
     \b
     Examples:
@@ -172,7 +176,7 @@ def simulate(
     reserve: _Reserve = None,
     json: Json = False,
 ) -> None:
-    """Predict time, memory and communication of a training step on any cluster.
+    """Predict time, memory and traffic of a training step.
 
     Does not need the cluster: the model is built without weights, so a model of any size can be simulated. Prints the
     predicted time, utilization, bytes sent, memory of each stage, and price.
@@ -232,7 +236,7 @@ def plan(
     profile: _Profile = False,
     json: Json = False,
 ) -> None:
-    """Find the fastest plan for a cluster, and explain the choice.
+    """Find the fastest plan for a cluster, and say why.
 
     Estimates plans of every kind (data parallelism with sharded state, pipelines and their schedules, sharded
     operators, a mesh per stage, numbers of microbatches), and simulates the best of them. Reports what limits the best
@@ -274,9 +278,10 @@ def advise(
     dtype: _Dtype = None,
     json: Json = False,
 ) -> None:
-    """Compare batch sizes at the gradient noise scale of a run: throughput, statistical efficiency, learning rate.
+    """Compare batch sizes for a run.
 
-    For each batch size, searches the fastest plan and multiplies its predicted throughput by what a sample of such a
+    Shows throughput, statistical efficiency at the run's gradient noise scale, learning rate and price. For each batch
+    size, searches the fastest plan and multiplies its predicted throughput by what a sample of such a
     batch is worth. The run may still be training. See docs/explanation/efficiency.md.
 
     \b

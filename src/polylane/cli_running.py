@@ -61,7 +61,7 @@ def train(
     data: DataOptions,
     json: Json = False,
 ) -> None:
-    """Train a recipe's model on N workers.
+    """Train the model of a recipe, which has no loop of its own.
 
     Writes plan.yaml, metrics.jsonl (one line per step), model.safetensors (loads into the plain model), the timeline of
     one step (timeline.json, swimlane.html, trace.json for ui.perfetto.dev), report.html and checkpoints/ to DIR. Files
@@ -112,11 +112,14 @@ def run(
     audit: options.Audit = "auto",
     noise: options.Noise = "auto",
 ) -> None:
-    """Run a training script that calls polylane.prepare on N workers.
+    """Run a training script that calls polylane.prepare.
 
     Every worker runs the script as python SCRIPT ARGUMENTS would, and polylane.prepare(model, optimizer, ...) in it
     splits the training by the plan. Only rank 0 prints. The script prints the same numbers as without polylane; verify
     SCRIPT proves that.
+
+    Writes plan.yaml, metrics.jsonl (one line per step), the timeline of one step, report.html and, with --save-every,
+    checkpoints to DIR, which report and why read.
 
     The exit code is the script's own; 1 if a worker failed, 2 for invalid input, 130 after Ctrl-C, 128 plus the signal
     number after another signal.
@@ -157,11 +160,11 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is there already.")] = False,
     json: Json = False,
 ) -> None:
-    """Write the weights of a checkpoint to a plain safetensors file.
+    """Write the weights of a checkpoint to one file.
 
-    The file contains the full weights and buffers of the model's state_dict(), under the model's own names, whichever
-    plan saved them; where replicas differ (every=), their mean. Weights of type complex128, which safetensors does not
-    support, are stored as NAME.real and NAME.imag.
+    The safetensors file contains the full weights and buffers of the model's state_dict(), under the model's own names,
+    whichever plan saved them; where replicas differ (every=), their mean. Weights of type complex128, which safetensors
+    does not support, are stored as NAME.real and NAME.imag.
 
     \b
     Example:
@@ -190,11 +193,11 @@ def report(
         int, typer.Option(metavar="PORT", min=0, max=65535, help="Port of --serve. 0: any that is free.")
     ] = 0,
 ) -> None:
-    """Write the page of a run: its verdict, swimlanes, where the time went, curves, memory, plan.
+    """Write the page of a run, or of two to compare.
 
-    The page is one file that loads nothing. Training writes it at the end of a run; this command writes it for a run
-    that is under way, failed, or is older. What the folder lacks is said on the page. Two runs are shown beside each
-    other, on the same axes.
+    Shows the verdict, swimlanes, where the time went, curves, memory and plan. The page is one file that loads nothing.
+    Training writes it at the end of a run; this command writes it for a run that is under way, failed, or is older.
+    What the folder lacks is said on the page. Two runs are shown beside each other, on the same axes.
 
     \b
     Examples:
@@ -214,9 +217,10 @@ def why(
     html: options.Html = None,
     json: Json = False,
 ) -> None:
-    """Explain why a run hung or failed: which worker, where, and what the other workers were doing.
+    """Explain why a run hung or failed.
 
-    Shows the last steps up to that moment, with the culprit in red, and its stack. Exit code 2 where the run ended
+    Names the worker, where it was, and what the other workers were doing. Shows the last steps up to that moment, with
+    the culprit in red, and its stack. Exit code 2 where the run ended
     well.
 
     \b

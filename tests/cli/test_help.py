@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import polylane
+from polylane.cli import ORDER
 from polylane.commands.printing import format_ranges
 from tests.cli.tiny_recipe import call
 
@@ -33,6 +34,12 @@ def test_many_numbers_are_ranges() -> None:
     assert format_ranges([n for start in range(0, 4000, 100) for n in range(start, start + 50)]) == (
         "0-49, 100-149, ..., 3900-3949 (2,000)"
     )
+
+
+def test_help_lists_all_commands_in_their_order_with_whole_sentences() -> None:
+    listed = call("--help").stdout.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in listed] == list(ORDER)
+    assert not [line for line in listed if not line.endswith(".") or line.endswith("...")]
 
 
 @pytest.mark.parametrize("command", ["train", "verify", "inspect", "lanes"])

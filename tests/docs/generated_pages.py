@@ -9,6 +9,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import typer
+
+from polylane.cli import app
 from polylane.cluster.catalogue import device_presets, link_presets, usual_links
 from polylane.cluster.cluster import Hosts, Links
 from polylane.cluster.device import Device
@@ -27,6 +30,12 @@ def write_commands() -> str:
     text = subprocess.run(line, capture_output=True, text=True, check=True).stdout
     # What typer shows as a usage is no command that can be run, and its examples are lines of one paragraph.
     text = text.replace("```console\n$ ", "```text\n").replace("# `polylane`", "# Commands", 1)
+    # The list of commands has their sentences whole, and the aligned lines of help are a block.
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        text = re.sub(rf"^\* `{name}`: .*", f"* `{name}`: {command.help.splitlines()[0]}", text, flags=re.MULTILINE)
+    text = re.sub(r" <(?:str|path|list\[\w+\])>`", "`", text.replace("\b", ""))
+    text = re.sub(r":\n\n+((?:  \S.*\n)+)", lambda match: f":\n\n```text\n{_unindent(match[1])}```\n", text)
     text = re.sub(r"\n+Examples?:\n((?:  .*\n)+)", lambda match: f"\n\n```text\n{_unindent(match[1])}```\n", text)
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 

@@ -1,8 +1,7 @@
 """The public interface is documented whole: every name of the page docs/reference/api.md has a docstring with its
 sections, and an example that does what it shows.
 
-The examples of a class's methods go on where that of the class ended, in the order of the source; those named in LAST
-come after all others.
+The examples of a class's methods go on where that of the class ended, in the order of the page.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ from tests.docs.page_blocks import ROOT
 from tests.support.workers import forked_commands
 
 PAGE = ROOT / "docs" / "reference" / "api.md"
+# Members of a job that commands alone use.
+OF_COMMANDS = {"begin_checkpoint", "open_saver", "worker", "training_role"}
 _DIRECTIVE = re.compile(r"^::: (\S+)\n((?:    .*\n)*)", re.MULTILINE)
-LAST = ("close", "abandon")
 ROLES = re.compile(r":(?:class|meth|func|attr|data|mod|exc):`|[^:]::\n")
 
 
@@ -59,7 +59,7 @@ def list_documented(path: str) -> Iterator[tuple[str, Any]]:
     hidden = [text[1:] for text in OBJECTS[path].get("filters", ["!^_"])]
     names = [name for name in members if not any(re.search(pattern, name) for pattern in hidden)]
     names = names if chosen is None else [name for name in chosen or [] if name in members]
-    for name in sorted(names, key=LAST.__contains__):
+    for name in names:
         if inspect.isfunction(inspect.unwrap(members[name])) or isinstance(members[name], property | staticmethod):
             yield f"{path}.{name}", members[name]
 
@@ -75,6 +75,11 @@ def test_every_public_name_is_on_the_page() -> None:
     public = {f"polylane.{name}" for name in polylane.__all__ if not name.startswith("__")}
     optim = {f"polylane.optim.{name}" for name in sys.modules["polylane.optim"].__all__}
     assert public | optim - {"polylane.optim.apart", "polylane.optim.SumOverHolders"} <= {*OBJECTS}
+
+
+def test_every_method_of_a_job_is_on_the_page() -> None:
+    public = {name for owner in polylane.Job.__mro__[:-1] for name in vars(owner) if not name.startswith("_")}
+    assert public - OF_COMMANDS - {"plan", "world"} == {*OBJECTS["polylane.Job"]["members"]}
 
 
 @pytest.mark.parametrize(("name", "member"), [row[1:] for row in DOCUMENTED], ids=lambda part: str(part)[:60])

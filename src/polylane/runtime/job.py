@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import nn
+
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
 from polylane.errors import PolylaneError, format_plural
@@ -71,6 +73,7 @@ class Job(JobWeights, JobEvaluations, JobCheckpoints, JobTelemetry):
     """
 
     training_role: ClassVar[type[TrainingRole]] = TrainingRole
+    model: nn.Module
 
     def __init__(
         self,
