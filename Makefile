@@ -18,8 +18,8 @@ LAUNCHERS := --launcher own --launcher torchrun
 WORKERS := tests/equivalence tests/runtime tests/planner tests/auto
 
 .DEFAULT_GOAL := help
-.PHONY: help package install test test-workers test-alone test-all mutants fuzz check docs demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
-	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths \
+.PHONY: help package install test test-workers test-alone test-all mutants fuzz check docs pictures demo bench bench-choosing \
+	bench-tensor bench-balance bench-planner bench-scale bench-published bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths \
 	bench-checkpoints bench-audit bench-prepared bench-recordings bench-scripts bench-observing bench-batches trainings zoo gpu chaos clean
 
 help: ## Show this list
@@ -78,6 +78,11 @@ package: $(INSTALLED) ## Build the wheel and the source archive into dist, and t
 	@build/empty/bin/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) dist/*.whl
 	@cp examples/two_devices.py build && cd build && empty/bin/polylane train two_devices.py --workers 2 --plan pipeline=2 --steps 5 --run trained
 
+# Those of `lanes` are the same on any machine. ARGS=all measures those of `inspect` and of stragglers again, too.
+pictures: $(INSTALLED) ## Draw the pictures that commands in docs/ draw; ARGS=all the measured ones too
+	@$(BIN)/python -m tests.docs.pictures $(ARGS)
+	@$(if $(filter all,$(ARGS)),$(BIN)/python -m benchmarks.speed.sync --lanes docs/images/swimlanes)
+
 demo: $(INSTALLED) ## Train a small ResNet on four workers, and prove it equal to one
 	@$(BIN)/polylane train $(DEMO) --epochs $(EPOCHS) --run run/digits
 	@$(BIN)/polylane verify $(DEMO) --steps 3
@@ -86,6 +91,9 @@ demo: $(INSTALLED) ## Train a small ResNet on four workers, and prove it equal t
 bench: $(INSTALLED) ## Two workers against one, two threads and torch's own, and utilization; ARGS=--quick for any bench
 	@$(BIN)/python -m benchmarks $(ARGS)
 	@$(BIN)/python -m benchmarks.speed.utilization $(ARGS)
+
+bench-choosing: $(INSTALLED) ## Ways to split a model of many weights and one of much computing
+	@$(BIN)/python -m benchmarks.speed.choosing $(ARGS)
 
 bench-tensor: $(INSTALLED) ## Operators split over two workers, beside DTensor
 	@$(BIN)/python -m benchmarks.speed.tensor $(ARGS)

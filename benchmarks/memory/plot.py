@@ -7,9 +7,15 @@ from collections.abc import Mapping, Sequence
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 420, 60, 30, 190, 45
 # Distinct also for who sees red and green alike (Okabe and Ito, 2008), and by their dashes.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8B6914", "#7F7F7F")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "var(--ink)", "#8B6914", "#7F7F7F")
 DASHES = ("", "6 3", "2 2", "8 3 2 3")
 TEXT = 'font-family="sans-serif" font-size="12"'
+# On a dark page, paper and words are those of swimlanes.
+STYLE = """<style>
+svg { --ink: #1f2328; } .paper { fill: #ffffff; }
+text { fill: var(--ink); } line { stroke: #8c959f; stroke-opacity: 0.35; } polyline { fill: none; stroke-width: 2; }
+@media (prefers-color-scheme: dark) { svg { --ink: #e6edf3; } .paper { fill: #0d1117; } }
+</style>"""
 
 
 def draw(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
@@ -31,7 +37,7 @@ def draw(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     step = 10 ** math.floor(math.log10(top)) / 2
     for i in range(int(top / step) + 1):
         _, y = place(counts[0], i * step)
-        drawn.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        drawn.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         drawn.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" {TEXT} text-anchor="end">{i * step:g}</text>')
     for m in counts:
         x, y = place(m, 0)
@@ -41,9 +47,7 @@ def draw(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     for number, (name, points) in enumerate(lines.items()):
         color, dash = COLORS[number % len(COLORS)], DASHES[number % len(DASHES)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(m, size) for m, size in points))
-        drawn.append(
-            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2" stroke-dasharray="{dash}"/>'
-        )
+        drawn.append(f'<polyline points="{path}" style="stroke: {color}" stroke-dasharray="{dash}"/>')
         labels.append((place(*points[-1])[1], name, color))
     # Labels of lines that end at the same height stand under each other, from the highest line on.
     labels.sort()
@@ -51,7 +55,7 @@ def draw(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     y = 0.0
     for number, (wanted, name, color) in enumerate(labels):
         y = max(min(wanted, lowest + 15 * number), y + 15)
-        drawn.append(f'<text x="{WIDTH - RIGHT + 8}" y="{y + 4:.1f}" {TEXT} fill="{color}">{name}</text>')
+        drawn.append(f'<text x="{WIDTH - RIGHT + 8}" y="{y + 4:.1f}" {TEXT} style="fill: {color}">{name}</text>')
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
-    background = '<rect width="100%" height="100%" fill="white"/>'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', background, *drawn, "</svg>", ""])
+    background = '<rect class="paper" width="100%" height="100%"/>'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', STYLE, background, *drawn, "</svg>", ""])

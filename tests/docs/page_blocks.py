@@ -4,7 +4,8 @@ What a block is follows from the language of its fence, its title, and a comment
 
 * ``console``: every line that begins with ``$ `` is a command, which is run in the page's own folder (``examples`` is
   there) and must end with exit code 0; the lines below it are what it prints, compared as doctest does, with ``...``
-  for anything. A command without such lines is only run.
+  for anything. A command without such lines is only run. What ``polylane lanes ... --svg NAME`` draws must be the
+  picture NAME of docs/images/swimlanes (:mod:`tests.docs.pictures`).
 * a block of any language with a title that is no path of the repository is a file of the page's folder: commands and
   programs after it find it. With a title that is a path of the repository, the block's lines must be in that file.
 * ``diff`` with a title: the lines that remain or are added must be in that file, in this order; where the title is no

@@ -15,6 +15,7 @@ import typer
 
 from polylane.cli import app
 from tests.docs.page_blocks import ROOT, Block, Command, read_blocks, read_commands, read_new_side
+from tests.docs.pictures import find_picture, is_same_everywhere
 from tests.support.workers import forked_commands
 
 SETUPS = Path(__file__).parent / "setups"
@@ -105,6 +106,9 @@ class Reader:
         printed = self.run(line, block)
         if command.output.strip():
             assert_same(command.output, printed, block, command.line)
+        if (picture := find_picture(command)) is not None and is_same_everywhere(command):
+            drawn = (self.folder / picture.name).read_text()
+            assert drawn == picture.read_text(), f"{picture.name}: make pictures draws it anew"
 
     def run(self, words: list[str], block: Block) -> str:
         """Return what a command prints on both streams, without terminal codes; it must end as the page says."""

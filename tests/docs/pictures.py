@@ -1,0 +1,51 @@
+"""Pictures that commands of the documentation draw: ``python -m tests.docs.pictures`` writes those of ``lanes``.
+
+A page that shows a picture shows the command that draws it, with ``--svg NAME.svg``; the picture is the file of that
+name in docs/images/swimlanes. What ``lanes`` draws is the same on any machine, and the tests of pages compare it. What
+``inspect`` draws has this machine's times: ``python -m tests.docs.pictures all`` draws these again too.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.docs.page_blocks import ROOT, Command, read_blocks, read_commands
+
+PICTURES = ROOT / "docs" / "images" / "swimlanes"
+
+
+def find_picture(command: Command) -> Path | None:
+    """Return the picture of the documentation that a command draws; None where it draws none."""
+    words = shlex.split(command.line)
+    if words[:1] != ["polylane"] or "--svg" not in words:
+        return None
+    return PICTURES / words[words.index("--svg") + 1]
+
+
+def is_same_everywhere(command: Command) -> bool:
+    """Whether a command draws from durations that it is told, and not from times of this machine."""
+    return command.line.startswith("polylane lanes ")
+
+
+def read_drawing_commands() -> Iterator[Command]:
+    """Yield the commands of all pages that draw a picture of the documentation."""
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        for block in read_blocks(page.read_text()):
+            if block.language == "console":
+                yield from (command for command in read_commands(block) if find_picture(command))
+
+
+if __name__ == "__main__":
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    for command in read_drawing_commands():
+        path = find_picture(command)
+        if path is not None and (is_same_everywhere(command) or sys.argv[1:] == ["all"]):
+            words = [str(path) if word == path.name else word for word in shlex.split(command.line)[1:]]
+            line = [sys.executable, "-m", "polylane", *words]
+            subprocess.run(line, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+            print(path.relative_to(ROOT))
