@@ -2,17 +2,42 @@
 
 A command's function has one parameter for a group. Typer, which reads signatures, is shown the group's fields in its
 place: of the option's name and default, with the help of :mod:`.cli_options` (``save_every`` is its ``SaveEvery``).
+Help lists them under the group's title.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
+
+from typer.core import TyperArgument, TyperCommand
 
 from polylane import cli_options
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help has a section for each group of options, behind those of no group."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and options, each section under its title."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                sections.setdefault(title_of(parameter), []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def title_of(parameter: Any) -> str:
+    """Return the title under which help has a parameter of a command."""
+    if isinstance(parameter, TyperArgument):
+        return "Arguments"
+    return getattr(parameter, "rich_help_panel", None) or "Options"
 
 
 def spread_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -50,13 +75,16 @@ def _list_options(group: type) -> list[inspect.Parameter]:
     """Return the options of a group, in the order of its fields."""
     kind = inspect.Parameter.KEYWORD_ONLY
     return [
-        inspect.Parameter(field.name, kind, default=_default_of(field), annotation=_annotation_of(field.name))
+        inspect.Parameter(field.name, kind, default=_default_of(field), annotation=_annotation_of(field.name, group))
         for field in fields(group)
     ]
 
 
-def _annotation_of(name: str) -> Any:
-    return getattr(cli_options, "".join(map(str.capitalize, name.split("_"))))
+def _annotation_of(name: str, group: Any) -> Any:
+    kind, option = get_args(getattr(cli_options, "".join(map(str.capitalize, name.split("_")))))
+    option = copy.copy(option)
+    option.rich_help_panel = group.title
+    return Annotated[kind, option]
 
 
 def _default_of(field: Any) -> Any:

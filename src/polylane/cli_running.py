@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from polylane import cli_options as options
-from polylane.cli_groups import spread_groups
+from polylane.cli_groups import GroupedCommand, spread_groups
 from polylane.cli_options import ClipNorm, Json, Plan, Recipe, Seed, Set
 from polylane.commands.learning_rates import parse_batch
 from polylane.commands.requests import (
@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     # Registered here and not by decorators: the application is in cli.py, which imports this module.
     for command in (train, run, export, report, why):
-        app.command()(spread_groups(command))
+        app.command(cls=GroupedCommand)(spread_groups(command))
 
 
 def train(
@@ -47,19 +47,19 @@ def train(
     steps: options.Steps = None,
     batch: options.TrainBatch = "64",
     run: options.RunFolder = None,
-    saving: SavingOptions,
     seed: Seed = 0,
     settings: Set = None,
     clip_norm: ClipNorm = None,
+    drop_last: options.DropLast = False,
     on_nan: options.OnNan = "stop",
     audit: options.Audit = "auto",
-    watch: WatchOptions,
-    trouble: TroubleOptions,
-    goals: GoalOptions,
-    drop_last: options.DropLast = False,
-    learning: LearningOptions,
-    data: DataOptions,
     json: Json = False,
+    data: DataOptions,
+    learning: LearningOptions,
+    saving: SavingOptions,
+    goals: GoalOptions,
+    trouble: TroubleOptions,
+    watch: WatchOptions,
 ) -> None:
     """Train the model of a recipe, which has no loop of its own.
 
@@ -106,11 +106,11 @@ def run(
     workers: options.Workers = None,
     plan: options.ScriptPlan = None,
     run: options.RunFolder = None,
-    saving: SavingOptions,
-    watch: WatchOptions,
-    trouble: TroubleOptions,
     audit: options.Audit = "auto",
     noise: options.Noise = "auto",
+    saving: SavingOptions,
+    trouble: TroubleOptions,
+    watch: WatchOptions,
 ) -> None:
     """Run a training script that calls polylane.prepare.
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
 import polylane
 from polylane.cli import ORDER
 from polylane.commands.printing import format_ranges
+from polylane.commands.running.option_groups import SavingOptions
 from tests.cli.tiny_recipe import call
 
 
@@ -40,6 +43,15 @@ def test_help_lists_all_commands_in_their_order_with_whole_sentences() -> None:
     listed = call("--help").stdout.partition("Commands:\n")[2].splitlines()
     assert [line.split()[0] for line in listed] == list(ORDER)
     assert not [line for line in listed if not line.endswith(".") or line.endswith("...")]
+
+
+def test_help_has_a_section_for_each_group_of_options() -> None:
+    """In its section, behind the options of no group, stands every option of a group, and no other."""
+    sections = re.split(r"^(\w.*):\n", call("train", "--help").stdout, flags=re.MULTILINE)[1:]
+    options = {title: re.findall(r"^  --([\w-]+)", text, re.MULTILINE) for title, text in zip(sections[::2], sections[1::2], strict=True)}
+    assert options["Logs"] == ["log", "log-every"]
+    assert options[SavingOptions.title] == [field.name.replace("_", "-") for field in fields(SavingOptions)]
+    assert list(options)[:2] == ["Arguments", "Options"] and "json" in options["Options"]
 
 
 @pytest.mark.parametrize("command", ["train", "verify", "inspect", "lanes"])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from polylane.cli import app
+from polylane.cli_groups import title_of
 from polylane.cluster.catalogue import device_presets, link_presets, usual_links
 from polylane.cluster.cluster import Hosts, Links
 from polylane.cluster.device import Device
@@ -34,10 +37,21 @@ def write_commands() -> str:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for name, command in commands.items():
         text = re.sub(rf"^\* `{name}`: .*", f"* `{name}`: {command.help.splitlines()[0]}", text, flags=re.MULTILINE)
+        text = _add_titles(text, name, command)
     text = re.sub(r" <(?:str|path|list\[\w+\])>`", "`", text.replace("\b", ""))
     text = re.sub(r":\n\n+((?:  \S.*\n)+)", lambda match: f":\n\n```text\n{_unindent(match[1])}```\n", text)
     text = re.sub(r"\n+Examples?:\n((?:  .*\n)+)", lambda match: f"\n\n```text\n{_unindent(match[1])}```\n", text)
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
+
+
+def _add_titles(text: str, name: str, command: Any) -> str:
+    """Return the page with the titles of a command's groups of options, each above its first option."""
+    head, _, rest = text.partition(f"## `polylane {name}`")
+    for title, parameters in itertools.groupby(command.params, title_of):
+        if title not in ("Arguments", "Options"):
+            option = re.escape(next(parameters).opts[0])
+            rest = re.sub(rf"^(?=\* `{option}[ `])", f"\n**{title}**:\n\n", rest, count=1, flags=re.MULTILINE)
+    return f"{head}## `polylane {name}`{rest}"
 
 
 def _unindent(lines: str) -> str:

@@ -1,12 +1,12 @@
 """Groups of options that several commands take, each a record whose fields are options of the command line.
 
-Plain data without torch, as the requests that they are parts of.
+Plain data without torch, as the requests that they are parts of. A group's title is its heading in the help.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from polylane.callbacks.callback import Callback
 from polylane.callbacks.metric_rules import BestSteps, EarlyStopping, MetricRule, StopAtMetric
@@ -33,6 +33,7 @@ class SavingOptions:
             worker that may be lost.
     """
 
+    title: ClassVar[str] = "Checkpoints and restarts"
     save_every: str | None = None
     keep: int = 3
     resume: str | None = None
@@ -56,6 +57,7 @@ class TroubleOptions:
         requeue_code: exit code of a training that a signal but Ctrl-C ended early, with a checkpoint.
     """
 
+    title: ClassVar[str] = "When something goes wrong"
     on_hang: OnHang = "stop"
     hang_after: float | None = None
     on_disk_error: OnDiskError = "warn"
@@ -75,6 +77,7 @@ class LearningOptions:
         ema: part of the weights' moving average that remains in a step; None: none is kept.
     """
 
+    title: ClassVar[str] = "Optimizer and learning rate"
     large_batch_optimizer: LargeBatch | None = None
     learning_rate: float | None = None
     scale_rate: RateRule | None = None
@@ -119,6 +122,7 @@ class DataOptions:
         fast_dev_run: one batch of each split is run, and nothing is saved while training.
     """
 
+    title: ClassVar[str] = "Data"
     accumulate: int = 1
     loader_workers: int = 0
     prefetch: int | None = None
@@ -135,6 +139,7 @@ class WatchOptions:
         log_every: least seconds between two lines where the output is no terminal.
     """
 
+    title: ClassVar[str] = "Logs"
     log: str = ""
     log_every: float = LOG_SECONDS
 
@@ -149,6 +154,7 @@ class GoalOptions:
         keep_best: text of --keep-best; None: not given.
     """
 
+    title: ClassVar[str] = "When to end, and what to keep"
     early_stop: str | None = None
     stop_at: str | None = None
     keep_best: str | None = None
