@@ -48,7 +48,8 @@ def test_help_lists_all_commands_in_their_order_with_whole_sentences() -> None:
 def test_help_has_a_section_for_each_group_of_options() -> None:
     """In its section, behind the options of no group, stands every option of a group, and no other."""
     sections = re.split(r"^(\w.*):\n", call("train", "--help").stdout, flags=re.MULTILINE)[1:]
-    options = {title: re.findall(r"^  --([\w-]+)", text, re.MULTILINE) for title, text in zip(sections[::2], sections[1::2], strict=True)}
+    texts = zip(sections[::2], sections[1::2], strict=True)
+    options = {title: re.findall(r"^  --([\w-]+)", text, re.MULTILINE) for title, text in texts}
     assert options["Logs"] == ["log", "log-every"]
     assert options[SavingOptions.title] == [field.name.replace("_", "-") for field in fields(SavingOptions)]
     assert list(options)[:2] == ["Arguments", "Options"] and "json" in options["Options"]

@@ -77,6 +77,15 @@ def test_files_of_a_run_are_on_their_page() -> None:
     assert f"| `{file_names.UNFINISHED}` |" in page
 
 
+def test_columns_of_metrics_are_on_their_page() -> None:
+    """Those that the loop writes of each step, those of observed steps, and those of an epoch."""
+    logs = ROOT / "src" / "polylane" / "commands" / "logs"
+    source = (logs / "step_columns.py").read_text() + (logs / "step_log.py").read_text().partition('"kind": "step"')[2]
+    columns = {*re.findall(r'"(\w+)":', source), "train_loss", "test_loss", "evaluation_seconds", "metrics", "noise"}
+    assert len(columns) > 20
+    assert not [column for column in columns if f"`{column}`" not in read_page("metrics")]
+
+
 def read_literals() -> str:
     """Return all texts of the library's source, those of formatted ones in pieces, one a line."""
     texts = (node.value for tree in SOURCES for node in ast.walk(tree) if isinstance(node, ast.Constant))
