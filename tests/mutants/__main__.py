@@ -7,6 +7,7 @@ be made of several runs: `--markdown` writes what is there into docs/results/exa
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import os
 import pickle
@@ -32,8 +33,9 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 KEPT, DOCS = ROOT / "run" / "mutants.json", ROOT / "docs" / "results" / "exactness-tables.md"
 BEGIN, END = "<!-- mutants: written by make mutants -->\n", "<!-- mutants: end -->\n"
+# A bar within a cell of the table, which readers of Markdown take differently behind a backslash.
+BAR = "&#124;"
 # What `verify` says at length, for a cell of the table.
-ESCAPED = "\\|"
 SOURCE = re.compile(r" \([^()]*:\d+\)")
 SHORTER = {
     r"every forward value(?: and gradient)? of (step \d+) agrees[;:] ": r"\1: ",
@@ -246,8 +248,13 @@ def told(outcome: Outcome | None) -> str:
     said = SOURCE.sub("", outcome.culprit)
     for long, short in SHORTER.items():
         said = re.sub(long, short, said)
-    said = said.replace("|", ESCAPED).replace("`", "'")
+    said = said.replace("|", BAR).replace("`", "'")
     return said if outcome.verdict == "NOT equal" else f"{outcome.verdict}: {said}"
+
+
+def format_code(text: str) -> str:
+    """Return code for a cell of the table."""
+    return f"<code>{html.escape(text).replace('|', BAR)}</code>" if "|" in text else f"`{text}`"
 
 
 def written(results: dict[str, Result]) -> str:
@@ -258,11 +265,11 @@ def written(results: dict[str, Result]) -> str:
         if (result := results.get(mutant.id)) is None:
             continue
         gpt, network = (
-            f"`{plan.replace('|', ESCAPED)}` → {told(outcome)}" if plan else "–"
+            f"{format_code(plan)} → {told(outcome)}" if plan else "–"
             for plan, outcome in ((mutant.gpt, result.gpt), (mutant.network, result.network))
         )
         wrong = mutant.wrong + (f" (For the tests alone: {mutant.unseen}.)" if mutant.unseen else "")
-        test = f"`{result.test}`" if result.test else "**missed**"
+        test = format_code(result.test) if result.test else "**missed**"
         lines.append(f"| `{mutant.id}` | {wrong} | {gpt} | {network} | {test} |")
     return "\n".join(lines) + "\n"
 
