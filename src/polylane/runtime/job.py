@@ -42,7 +42,10 @@ _OF_WORKER = frozenset(("slack", "part_of", "shard_of", "stepping", "staleness",
 
 
 class Job(JobWeights, JobEvaluations, JobCheckpoints, JobTelemetry):
-    """One worker's part of a distributed training; collective methods must be called by every worker, in one order.
+    """One worker's part of a distributed training.
+
+    A method that is said to be *collective* must be called by every worker, and by all in the same order; if some call
+    another one, all raise ``polylane.errors.CallsDiffer``, which names the lines of the script.
 
     Attributes:
         plan: the plan that the training was compiled for.
