@@ -1,8 +1,8 @@
 """python -m benchmarks.speed.choosing [mlp gpt] [--rounds R]: which way of splitting suits a model, on two workers.
 
 The MLP has many bytes of gradients for each of its FLOPs, the GPT few: what is fastest for one is not for the other.
-Contenders take turns; torch's DistributedDataParallel is among them. A turn during which other processes took more than
-a twentieth of the cores' time does not count, and is repeated.
+Contenders take turns; torch's DistributedDataParallel is among them. A turn waits until the machine is quiet, and is
+repeated if other processes took more than a twentieth of the cores' time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.harness import Contender, make_parser, running, table, turn
 PLANS = ("data=2", "tensor=2", "pipeline=2,microbatches=8", "pipeline=2,schedule=auto,chunks=2,microbatches=8")
 BASE = "plain loop, 1 thread"
 DISTURBED = 0.05  # share of the cores' time that other processes may take
-PAUSE = 2.0  # seconds until a turn is repeated
+PAUSE = 1.0  # seconds that the machine must have been quiet before a turn
 TICKS = os.sysconf("SC_CLK_TCK")  # of a second, in which /proc counts
 
 
@@ -38,13 +38,17 @@ def read_process_seconds(contender: Contender) -> float:
 
 def take_quiet_turn(contender: Contender, steps: int) -> float:
     """Return the seconds of a step in a turn that no other process disturbed; waits until there is one."""
+    cores = os.cpu_count() or 1
     while True:
+        busy, start = read_busy_seconds(), time.monotonic()
+        time.sleep(PAUSE)  # nobody computes here meanwhile
+        if read_busy_seconds() - busy > DISTURBED * (time.monotonic() - start) * cores:
+            continue
         busy, computed, start = read_busy_seconds(), read_process_seconds(contender), time.monotonic()
         seconds = turn(contender, steps, lead=1)
-        elapsed = (time.monotonic() - start) * (os.cpu_count() or 1)
-        if read_busy_seconds() - busy - (read_process_seconds(contender) - computed) <= DISTURBED * elapsed:
+        others = read_busy_seconds() - busy - (read_process_seconds(contender) - computed)
+        if others <= DISTURBED * (time.monotonic() - start) * cores:
             return seconds
-        time.sleep(PAUSE)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
