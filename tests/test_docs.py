@@ -55,6 +55,18 @@ def test_the_targets_and_modules_that_a_page_names_exist(page: Path) -> None:
     assert not missing
 
 
+TEST_FILES = sorted((ROOT / "tests").rglob("test_*.py"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_tests_that_a_page_names_exist(page: Path) -> None:
+    """``test_file.py``, and ``tests/folder/test_file.py::test_function``."""
+    named = set(re.findall(r"\b(test_\w+\.py)(?:::(test_\w+))?", page.read_text()))
+    texts = {file: [path.read_text() for path in TEST_FILES if path.name == file] for file, _ in named}
+    assert not [file for file in texts if not texts[file]]
+    assert not [pair for pair in named if not any(f"def {pair[1]}" in text for text in texts[pair[0]])]
+
+
 PICTURE = re.compile(r"```\n\$ (polylane lanes [^\n]*)\n(.*?)```", re.DOTALL)
 
 
