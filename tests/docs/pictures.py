@@ -2,18 +2,23 @@
 
 A page that shows a picture shows the command that draws it, with ``--svg NAME.svg``; the picture is the file of that
 name in docs/images/swimlanes. What ``lanes`` draws is the same on any machine, and the tests of pages compare it. What
-``inspect`` draws has this machine's times: ``python -m tests.docs.pictures all`` draws these again too.
+``inspect`` draws has this machine's times: ``python -m tests.docs.pictures all`` draws these again too, and
+the measured step of the front page.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from polylane.observe.swimlane import render as swimlane
+from polylane.observe.timeline import Timeline
 from tests.docs.page_blocks import ROOT, Command, read_blocks, read_commands
 
 PICTURES = ROOT / "docs" / "images" / "swimlanes"
@@ -40,6 +45,22 @@ def read_drawing_commands() -> Iterator[Command]:
                 yield from (command for command in read_commands(block) if find_picture(command))
 
 
+# The training of which the front page shows a step, beside the picture.
+MEASURED = (
+    "train examples/gpt.py --workers 2 --plan pipeline=2,microbatches=8 --batch 16 --steps 30 "
+    "--set layers=6 --set hidden=256 --set seq_len=128"
+)
+
+
+def draw_measured_step(path: Path, environment: dict[str, str]) -> None:
+    """Train on this machine, and draw the step whose timeline the run keeps, a typical one."""
+    with tempfile.TemporaryDirectory() as run:
+        line = [sys.executable, "-m", "polylane", *MEASURED.split(), "--run", f"{run}/gpt"]
+        subprocess.run(line, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+        timeline = Timeline.from_dict(json.loads(Path(run, "gpt", "timeline.json").read_text()))
+    path.write_text(swimlane.svg(timeline))
+
+
 if __name__ == "__main__":
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     for command in read_drawing_commands():
@@ -49,3 +70,5 @@ if __name__ == "__main__":
             line = [sys.executable, "-m", "polylane", *words]
             subprocess.run(line, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
             print(path.relative_to(ROOT))
+    if sys.argv[1:] == ["all"]:
+        draw_measured_step(ROOT / "docs" / "images" / "measured-pipeline.svg", environment)

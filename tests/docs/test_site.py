@@ -31,3 +31,12 @@ def test_the_site_is_built_and_asks_nothing_of_the_network(tmp_path: Path) -> No
     pages = [path for path in tmp_path.rglob("*") if path.suffix in (".html", ".css")]
     assert len(pages) > 10
     assert not [(path.name, match[0]) for path in pages for match in foreign.finditer(path.read_text())]
+
+
+@pytest.mark.parametrize(
+    "page", sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("examples/*.md")), ids=lambda page: page.name
+)
+def test_links_of_pages_beside_the_site_lead_somewhere(page: Path) -> None:
+    """Those of docs/ are looked at when the site is built."""
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    assert not [link for link in links if not (page.parent / link).exists()]
