@@ -57,7 +57,14 @@ class NotFinite(PolylaneError):
 
 
 class AuditFailed(PolylaneError):
-    """A step of a training was not what one device computes; nothing of it is kept any more."""
+    """A step of a training was not what one device computes; nothing of it is kept any more.
+
+    Examples:
+        >>> import polylane
+        >>> from polylane.errors import AuditFailed
+        >>> issubclass(AuditFailed, polylane.PolylaneError)
+        True
+    """
 
 
 class WorkerFailed(Exception):
@@ -151,7 +158,14 @@ class WorkerHung(WorkerFailed):
 
 
 class CallsDiffer(PolylaneError):
-    """The workers of a script make different collective calls, so that each waits for the others for ever."""
+    """The workers of a script make different collective calls, so that each waits for the others for ever.
+
+    Examples:
+        >>> import polylane
+        >>> from polylane.errors import CallsDiffer
+        >>> issubclass(CallsDiffer, polylane.PolylaneError)
+        True
+    """
 
 
 class ActionFailed(Exception):

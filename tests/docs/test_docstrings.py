@@ -27,6 +27,7 @@ PAGE = ROOT / "docs" / "reference" / "api.md"
 # Members of a job that commands alone use.
 OF_COMMANDS = {"begin_checkpoint", "open_saver", "worker", "training_role"}
 _DIRECTIVE = re.compile(r"^::: (\S+)\n((?:    .*\n)*)", re.MULTILINE)
+RETURNS = re.compile(r"^(?:Returns|Yields):$|^(?:Return|Yield)\b", re.MULTILINE)
 ROLES = re.compile(r":(?:class|meth|func|attr|data|mod|exc):`|[^:]::\n")
 
 
@@ -96,6 +97,8 @@ def test_a_public_docstring_has_its_sections(name: str, member: Any) -> None:
             parameter for parameter in taken if not re.search(rf"^    .*\b{parameter}\b.*: ", text, re.MULTILINE)
         ]
         assert not missing, f"{name}: {missing}"
+        is_silent = call.return_annotation in (None, "None", inspect.Signature.empty)
+        assert is_silent or RETURNS.search(text), f"{name}: what does it return?"
 
 
 def run_examples(path: str) -> int:

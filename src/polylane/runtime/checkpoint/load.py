@@ -28,6 +28,17 @@ class LoadedCheckpoint:
         folder: folder of the checkpoint.
         manifest: what it says of itself.
         plain: its plain state, decoded: what of the training is no tensor.
+
+    Examples:
+        >>> import torch, polylane
+        >>> model = torch.nn.Linear(8, 1)
+        >>> batch = torch.ones(16, 8), torch.zeros(16, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        >>> job = polylane.parallelize(model, torch.nn.MSELoss(), sgd, example=batch, audit="off")
+        >>> job.save_checkpoint("checkpoints")
+        >>> loaded = job.load_checkpoint("checkpoints")
+        >>> loaded.folder.name
+        'step-00000000'
     """
 
     folder: Path
@@ -47,7 +58,12 @@ class LoadedCheckpoint:
 
     @property
     def position(self) -> Position:
-        """Where the training was."""
+        """Where the training was.
+
+        Examples:
+            >>> loaded.position.step
+            0
+        """
         return Position(self.manifest.step, self.manifest.epoch, self.manifest.samples)
 
 

@@ -72,6 +72,11 @@ class Position:
         step: optimizer steps that were made.
         epoch: number of the epoch, from 0, that the next batch is in.
         samples: samples of that epoch that were trained on.
+
+    Examples:
+        >>> from polylane.runtime.checkpoint.save import Position
+        >>> Position(step=500, epoch=2, samples=3200)  # as of job.position
+        Position(step=500, epoch=2, samples=3200)
     """
 
     step: int = 0

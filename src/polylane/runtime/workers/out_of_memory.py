@@ -43,6 +43,12 @@ class OutOfMemory(PolylaneError):
 
     Attributes:
         need: which worker, where, and how much.
+
+    Examples:
+        >>> import polylane
+        >>> from polylane.runtime.workers.out_of_memory import OutOfMemory
+        >>> issubclass(OutOfMemory, polylane.PolylaneError)
+        True
     """
 
     def __init__(self, need: MemoryNeed) -> None:

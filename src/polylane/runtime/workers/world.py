@@ -44,13 +44,22 @@ class World:
         local_rank: rank of this worker among those of its host, from 0.
         device: device on which this worker computes.
         backend: c10d backend, ``"gloo"`` or ``"nccl"``; None for a single worker without any process group. Over gloo
-            the tensors of an accelerator travel through the host, see :meth:`on_host`.
-        is_joined: whether this world makes and ends the default process group, see :meth:`leave`.
+            the tensors of an accelerator travel through the host, see ``on_host``.
+        is_joined: whether this world makes and ends the default process group, see ``leave``.
         group: process group of these workers, if they are the first of a larger world; None: the default group.
         board: store of workers that one process of this host started; None for other workers.
         store: store of workers that torchrun started, with entries of this attempt only; None for other workers.
         stop: whether a signal asked the training to end, to be polled after every step.
         progress: where this worker says what it does.
+
+    Examples:
+        >>> import torch, polylane
+        >>> model = torch.nn.Linear(8, 1)
+        >>> batch = torch.ones(16, 8), torch.zeros(16, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        >>> job = polylane.parallelize(model, torch.nn.MSELoss(), sgd, example=batch, audit="off")
+        >>> job.world.rank, job.world.size, job.world.stop.is_set()
+        (0, 1, False)
     """
 
     rank: int
