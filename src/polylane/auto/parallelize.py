@@ -64,7 +64,7 @@ def parallelize(
     Args:
         model: an ordinary ``nn.Module``. If the weights of workers differ, those of rank 0 are used.
         loss: ``loss(model, batch)``, which returns a scalar mean or a ``polylane.Mean``; or a criterion, called as
-            ``criterion(model(x), y)``; or several by name.
+            ``criterion(model(x), y)``; or a dict of several losses by name.
         optimizer: a torch.optim optimizer over the model's parameters; or a function that builds one from (name,
             parameter) pairs; or one for each loss. It steps on the parameters, or shards of them, that a worker holds.
         example: a batch that has the structure and, unless ``batch_size`` is given, the size of the training batches.

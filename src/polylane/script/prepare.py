@@ -30,6 +30,7 @@ from polylane.script.model_state.updates import ScriptUpdates
 from polylane.script.optimizer_calls import list_with_nested
 from polylane.script.prepared_model import PreparedModel
 from polylane.script.resuming.loader import LoopObserver, follow_loader
+from polylane.script.resuming.progress import ScriptProgress
 from polylane.script.resuming.shared_saves import share_saves
 from polylane.script.session import RANK_VARIABLE, current_session
 from polylane.script.start import read_plan
@@ -65,6 +66,10 @@ def prepare(
     Returns:
         The objects in the same order; a single one by itself.
 
+    Raises:
+        PolylaneError: no model is given, or one that was prepared before, or a list of objects; or the plan takes
+            another number of workers. What the loop may not do is refused later, with its line.
+
     Examples:
         The loop of one device, with one line more:
 
@@ -93,9 +98,7 @@ def prepare(
     if audit not in (None, *get_args(AuditMode)):
         raise PolylaneError(f"audit={audit!r}: give one of {', '.join(get_args(AuditMode))}")
     optimizers = [value for value in objects if isinstance(value, torch.optim.Optimizer)]
-    if not models:
-        raise PolylaneError("prepare() was given no model: give it those that the loop trains, with their optimizers")
-    _refuse_prepared(models)
+    _refuse_unusable(models)
     # A loop that writes the weights itself has none: this one says what is trained, and never steps.
     optimizers = optimizers or [ScriptUpdates([p for model in models for p in model.parameters() if p.requires_grad])]
     progress = session.progress if session.progress.is_active else None
@@ -110,12 +113,19 @@ def prepare(
     if not whole_batches and divides_batches(plan):
         loop.loader_shares += share_loaders(loaders, loop)
     if progress is not None:
-        for number, loader in enumerate(loaders):
-            follow_loader(loader, number, progress)
         known_ids = {id(value) for value in (*models, *optimizers, *loaders)}
         schedulers = [o for o in objects if id(o) not in known_ids and hasattr(o, "load_state_dict")]
-        progress.watch(loop, loaders, [*list_with_nested(loop.by_hand), *schedulers])
+        _follow(progress, loop, loaders, schedulers)
     return _in_order(objects, prepared)
+
+
+def _follow(
+    progress: ScriptProgress, loop: TrainingLoop, loaders: Sequence[DataLoader[Any]], schedulers: Sequence[Any]
+) -> None:
+    """Let checkpoints hold where the loop is in its loaders, and the states of its schedulers."""
+    for number, loader in enumerate(loaders):
+        follow_loader(loader, number, progress)
+    progress.watch(loop, loaders, [*list_with_nested(loop.by_hand), *schedulers])
 
 
 def _in_order(objects: Sequence[Any], prepared: Mapping[int, Any]) -> Any:
@@ -174,7 +184,10 @@ def _refuse_containers(objects: Sequence[Any]) -> None:
         )
 
 
-def _refuse_prepared(models: Sequence[nn.Module]) -> None:
+def _refuse_unusable(models: Sequence[nn.Module]) -> None:
+    """Refuse no model at all, and one that was prepared before."""
+    if not models:
+        raise PolylaneError("prepare() was given no model: give it those that the loop trains, with their optimizers")
     for model in models:
         if type(model) is PreparedModel or any(guard_of(parameter) is not None for parameter in model.parameters()):
             raise PolylaneError(
@@ -230,13 +243,11 @@ def resumed(**values: Any) -> SimpleNamespace:
     variables have the values that they had there.
 
     Args:
-        values: numbers, texts, small tensors and containers of these; or objects with a ``state_dict``.
+        values: numbers, texts, small tensors and containers of these; or objects with a ``state_dict``. Others are
+            refused when the first checkpoint is saved.
 
     Returns:
         An object with these variables as attributes, to be read and assigned.
-
-    Raises:
-        PolylaneError: a value is none of these; the message names the variable.
 
     Examples:
         >>> import polylane
