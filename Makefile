@@ -78,8 +78,8 @@ package: $(INSTALLED) ## Build the wheel and the source archive into dist, and t
 	@build/empty/bin/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) dist/*.whl
 	@cp examples/two_devices.py build && cd build && empty/bin/polylane train two_devices.py --workers 2 --plan pipeline=2 --steps 5 --run trained
 
-# Those of `lanes` are the same on any machine. ARGS=all measures those of `inspect` and of stragglers again, too.
-pictures: $(INSTALLED) ## Draw the pictures that commands in docs/ draw; ARGS=all the measured ones too
+# Those of `lanes` are the same on any machine. ARGS=all predicts and measures the others again, too.
+pictures: $(INSTALLED) ## Draw the pictures that commands in docs/ draw; ARGS=all the predicted and measured ones too
 	@$(BIN)/python -m tests.docs.pictures $(ARGS)
 	@$(if $(filter all,$(ARGS)),$(BIN)/python -m benchmarks.speed.sync --lanes docs/images/swimlanes)
 

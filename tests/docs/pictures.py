@@ -2,8 +2,8 @@
 
 A page that shows a picture shows the command that draws it, with ``--svg NAME.svg``; the picture is the file of that
 name in docs/images/swimlanes. What ``lanes`` draws is the same on any machine, and the tests of pages compare it. What
-``inspect`` draws has this machine's times: ``python -m tests.docs.pictures all`` draws these again too, and
-the measured step of the front page.
+``inspect`` draws has this machine's times, and what ``simulate`` draws changes with the models of cost:
+``python -m tests.docs.pictures all`` draws these again too, and the measured step of the front page.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def find_picture(command: Command) -> Path | None:
 
 
 def is_same_everywhere(command: Command) -> bool:
-    """Whether a command draws from durations that it is told, and not from times of this machine."""
+    """Whether a command draws from durations that it is told, not from times that are measured or predicted."""
     return command.line.startswith("polylane lanes ")
 
 
