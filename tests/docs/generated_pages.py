@@ -32,7 +32,7 @@ def write_commands() -> str:
     line = [sys.executable, "-m", "typer", "polylane.cli", "utils", "docs", "--name", "polylane"]
     text = subprocess.run(line, capture_output=True, text=True, check=True).stdout
     # What typer shows as a usage is no command that can be run, and its examples are lines of one paragraph.
-    text = text.replace("```console\n$ ", "```text\n").replace("# `polylane`", "# Commands", 1)
+    text = text.replace("```console\n$ ", "```text\n").replace("# `polylane`\n", "", 1)
     # The list of commands has their sentences whole, and the aligned lines of help are a block.
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for name, command in commands.items():

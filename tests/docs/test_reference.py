@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +18,8 @@ from polylane.plan import sync as syncs
 from polylane.runtime.workers.launch_environment import VARIABLES
 from polylane.runtime.workers.stop_request import STOP_SIGNALS
 from tests.docs.generated_pages import PLAN_EXAMPLES, REFERENCE
-from tests.docs.page_blocks import ROOT
+from tests.docs.page_blocks import ROOT, read_blocks
+from tests.support.workers import forked_commands
 
 SOURCES = [ast.parse(path.read_text()) for path in sorted((ROOT / "src" / "polylane").rglob("*.py"))]
 
@@ -84,6 +88,34 @@ def test_columns_of_metrics_are_on_their_page() -> None:
     columns = {*re.findall(r'"(\w+)":', source), "train_loss", "test_loss", "evaluation_seconds", "metrics", "noise"}
     assert len(columns) > 20
     assert not [column for column in columns if f"`{column}`" not in read_page("metrics")]
+
+
+RECIPE = next(block.text for block in read_blocks(read_page("plan-keys")) if block.title == "mymodel.py")
+JSON_COMMANDS = {
+    "train": "mymodel.py --plan data=1 --batch 32 --steps 1 --save-every 1 --audit off --run run",
+    "export": "run weights.safetensors",
+    "verify": "mymodel.py --plan data=2 --batch 8 --steps 1",
+    "inspect": "mymodel.py --plan data=1 --batch 8",
+    "plan": "mymodel.py --cluster 1:a100-80g",
+    "simulate": "mymodel.py --cluster 2:a100-80g --plan data=2",
+    "lanes": "1f1b --stages 2 --microbatches 2",
+}
+
+
+def test_keys_of_json_are_printed(tmp_path: Path) -> None:
+    """Those in the first column of a command's table, but for those of a list."""
+    (tmp_path / "mymodel.py").write_text(RECIPE)
+    for command, options in JSON_COMMANDS.items():
+        words = [sys.executable, "-m", "polylane", command, *options.split(), "--json"]
+        printed = json.loads(forked_commands.run(words, cwd=tmp_path, check=True).stdout)
+        table = read_page("json").partition(f"## `polylane {command} --json`")[2].partition("\n## ")[0]
+        keys = {
+            key
+            for cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+            for key in re.findall(r"`(\w+)`", cell)
+            if key not in ("audit", "schedules")  # which are there with an audit, with --compare
+        }
+        assert len(keys) > 3 - (command == "plan") and keys <= {*printed}, (command, keys - {*printed})
 
 
 def read_literals() -> str:
