@@ -43,8 +43,12 @@ RUN = {page: blocks for page, blocks in RUN.items() if any(map(is_run, blocks))}
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", RUN)
-def test_blocks_do_what_the_page_says(page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_blocks_do_what_the_page_says(
+    page: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All blocks of a page but the slow ones, which follow in ``make test-all``."""
+    # What the tests can import and a reader cannot.
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in {str(ROOT), str(ROOT / "examples")}])
     is_quick = request.config.option.markexpr == "not slow"
     Reader(tmp_path, is_quick).read(RUN[page])
 
