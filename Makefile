@@ -86,7 +86,7 @@ pictures: $(INSTALLED) ## Draw the pictures that commands in docs/ draw; ARGS=al
 demo: $(INSTALLED) ## Train a small ResNet on four workers, and prove it equal to one
 	@$(BIN)/polylane train $(DEMO) --epochs $(EPOCHS) --run run/digits
 	@$(BIN)/polylane verify $(DEMO) --steps 3
-	@echo "The swimlanes of the run: $(CURDIR)/run/digits/swimlane.html"
+	@echo "The page of the run: $(CURDIR)/run/digits/report.html"
 
 bench: $(INSTALLED) ## Two workers against one, two threads and torch's own, and utilization; ARGS=--quick for any bench
 	@$(BIN)/python -m benchmarks $(ARGS)
