@@ -95,8 +95,10 @@ def write_plan_keys() -> str:
             default = (
                 "see there" if row.default is None else f"`{row.format(row.default)}`" if row.default != () else ""
             )
-            example = PLAN_EXAMPLES[key].replace("|", r"\|")  # a bar would end the cell
-            lines.append(f"| `{key}` | {default} | `{example}` | {meanings[key]} |")
+            # A bar would end the cell; the site shows the backslash that GitHub takes for it.
+            example = PLAN_EXAMPLES[key].replace("|", "&#124;")
+            example = f"<code>{example}</code>" if "&" in example else f"`{example}`"
+            lines.append(f"| `{key}` | {default} | {example} | {meanings[key]} |")
     lines += ["", "## Synchronization of replicas", ""]
     lines += ["In a plan file these are keys of `sync:`, with `kind: parameter_server` where there are servers.", ""]
     lines += ["| key | values | default | example | meaning |", "|---|---|---|---|---|"]
