@@ -1,6 +1,6 @@
 """The model, loss, optimizer and data of train.py as a recipe, which polylane trains without a loop of yours.
 
-polylane train examples/tutorial/recipe.py --workers 2 --plan pipeline=2 --epochs 4
+polylane train examples/tutorial/recipe.py --workers 2 --plan pipeline=2 --epochs 3
 """
 
 import torch

@@ -56,7 +56,7 @@ def measure_accuracy(model, loader):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=3)
     args = parser.parse_args()
 
     torch.manual_seed(0)
