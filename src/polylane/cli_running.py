@@ -115,7 +115,7 @@ def run(
     """Run a training script that calls polylane.prepare.
 
     Every worker runs the script as python SCRIPT ARGUMENTS would, and polylane.prepare(model, optimizer, ...) in it
-    splits the training by the plan. Only rank 0 prints. The script prints the same numbers as without polylane; verify
+    splits the training by the plan. Only rank 0 prints. The script prints the numbers of one device; verify
     SCRIPT proves that.
 
     Writes plan.yaml, metrics.jsonl (one line per step), the timeline of one step, report.html and, with --save-every,
