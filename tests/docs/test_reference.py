@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,6 +117,13 @@ def test_keys_of_json_are_printed(tmp_path: Path) -> None:
             if key not in ("audit", "schedules")  # which are there with an audit, with --compare
         }
         assert len(keys) > 3 - (command == "plan") and keys <= {*printed}, (command, keys - {*printed})
+
+
+def test_the_oldest_versions_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    python = project["requires-python"].removeprefix(">=")
+    torch = next(name for name in project["dependencies"] if name.startswith("torch>")).partition(">=")[2]
+    assert f"Python {python} and later, PyTorch {torch} and later" in read_page("stability")
 
 
 def read_literals() -> str:
