@@ -76,7 +76,7 @@ package: $(INSTALLED) ## Build the wheel and the source archive into dist, and t
 	@$(BIN)/python -m build --outdir dist
 	@$(PYTHON) -m venv build/empty
 	@build/empty/bin/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) dist/*.whl
-	@cp examples/two_devices.py build && cd build && empty/bin/polylane train two_devices.py --workers 2 --plan pipeline=2 --steps 5 --run trained
+	@cp examples/gpt.py build && cd build && empty/bin/polylane train gpt.py --set layers=2 --workers 2 --plan pipeline=2 --steps 5 --run trained
 
 # Those of `lanes` are the same on any machine. ARGS=all predicts and measures the others again, too.
 pictures: $(INSTALLED) ## Draw the pictures that commands in docs/ draw; ARGS=all the predicted and measured ones too
