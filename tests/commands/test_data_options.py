@@ -136,9 +136,9 @@ def test_averages_are_gone_on_with_as_averages(folder: Path) -> None:
     line = "train points.py --plan data=1 --batch 8 --audit off --save-every 3"
     execute(folder, f"{line} --ema 0.9 --steps 3 --run run/begun")
     checkpoint = next((folder / "run/begun/checkpoints").iterdir())
-    for option, words in (("", "no --ema"), ("--ema 0.5", "--ema 0.5")):
+    for option, words in (("", "none"), ("--ema 0.5", "averages with 0.5")):
         _, err = execute(folder, f"{line} --steps 6 {option} --run run/other --resume {checkpoint}", code=2)
-        assert f"has averages of weights, and this run has {words}: give --ema 0.9" in err
+        assert f"with a decay of 0.9, and this training's optimizer keeps {words}: give --ema 0.9" in err
 
 
 def test_tests_have_batches_of_the_size_that_was_asked_for(folder: Path) -> None:

@@ -80,7 +80,7 @@ def test_another_plan_goes_on_with_weights_and_averages(tmp_path: Path, other: s
     assert all(torch.allclose(state[name], average, rtol=1e-12, atol=1e-14) for name, average in averages.items())
 
 
-@pytest.mark.parametrize(("build", "has"), [(adamw, "keeps none"), (averaged_optimizer(adamw, 0.5), "some of 0.5")])
+@pytest.mark.parametrize(("build", "has"), [(adamw, "keeps none"), (averaged_optimizer(adamw, 0.5), "averages with 0.5")])
 def test_who_keeps_no_such_averages_does_not_go_on_from_them(tmp_path: Path, build: Any, has: str) -> None:
     """Also in a loop of one's own: its weights would be the averages, and what it averages another."""
 
@@ -96,7 +96,7 @@ def test_who_keeps_no_such_averages_does_not_go_on_from_them(tmp_path: Path, bui
 
     workers(begin, mlp(6, 12, 12, 4), "data=2", optimizer=averaged_optimizer(adamw, DECAY))
     for said in workers(go_on, mlp(6, 12, 12, 4), "data=2", optimizer=build):
-        assert f"has averages of weights of which {DECAY} remains in a step" in said and has in said
+        assert f"has averages of weights with a decay of {DECAY}" in said and has in said
 
 
 def test_a_decay_that_is_none_is_refused() -> None:

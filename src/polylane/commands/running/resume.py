@@ -161,7 +161,7 @@ def describe_run(request: TrainRequest, samples: int | None) -> dict[str, Any]:
         request: the options of the command line.
         samples: samples of the training data; None where that is not known.
     """
-    return {"seed": request.seed, "batch": request.batch, "samples": samples, "ema": request.rates.ema}
+    return {"seed": request.seed, "batch": request.batch, "samples": samples}
 
 
 def check_same_run(saved: Mapping[str, Any], facts: Mapping[str, Any], folder: Path) -> None:
@@ -175,12 +175,6 @@ def check_same_run(saved: Mapping[str, Any], facts: Mapping[str, Any], folder: P
     Raises:
         PolylaneError: they are not the same: which, and what to give.
     """
-    if saved.get("ema") not in (None, facts["ema"]):
-        # The tensors of the checkpoint are the averages, and those of the optimizer's state the weights.
-        option = "no --ema" if facts["ema"] is None else f"--ema {facts['ema']:g}"
-        raise PolylaneError(
-            f"checkpoint {folder}: has averages of weights, and this run has {option}: give --ema {saved['ema']:g}"
-        )
     words = {
         "seed": ("--seed {}", "the order of the data is another then"),
         "batch": ("--batch {}", "steps would have other samples"),
