@@ -80,7 +80,7 @@ def test_another_plan_goes_on_with_weights_and_averages(tmp_path: Path, other: s
     assert all(torch.allclose(state[name], average, rtol=1e-12, atol=1e-14) for name, average in averages.items())
 
 
-@pytest.mark.parametrize(("build", "has"), [(adamw, "keeps none"), (averaged_optimizer(adamw, 0.5), "averages with 0.5")])
+@pytest.mark.parametrize(("build", "has"), [(adamw, "none"), (averaged_optimizer(adamw, 0.5), "with 0.5")])
 def test_who_keeps_no_such_averages_does_not_go_on_from_them(tmp_path: Path, build: Any, has: str) -> None:
     """Also in a loop of one's own: its weights would be the averages, and what it averages another."""
 
