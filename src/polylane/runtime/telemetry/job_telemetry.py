@@ -33,7 +33,7 @@ class JobTelemetry:
         """Gather a value of every worker, by rank: numbers, strings, tensors or containers of these; collective.
 
         Args:
-            value: what this worker has to say.
+            value: this worker's own value, which may differ between workers.
 
         Returns:
             The values of all workers, by rank, on every worker.
