@@ -21,12 +21,9 @@ class Reader(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(1, width, kernel_size=2, stride=2)
         self.positions = nn.Parameter(0.1 * torch.randn(16, width))
-        self.layers = nn.Sequential(
-            *(
-                nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-                for _ in range(layers)
-            )
-        )
+        options = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        blocks = [nn.TransformerEncoderLayer(width, 4, 4 * width, **options) for _ in range(layers)]
+        self.layers = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(16 * width, 10)
 

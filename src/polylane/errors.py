@@ -168,6 +168,10 @@ class CallsDiffer(PolylaneError):
     """
 
 
+class MessageUnreadable(PolylaneError):
+    """What another worker sent is no message for this place: it makes other calls, or is of another version."""
+
+
 class ActionFailed(Exception):
     """An action of a worker's program raised; ``raise ActionFailed(...) from error`` adds where that was.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import math
 import re
 import runpy
 import sys
@@ -75,6 +76,12 @@ def printed(name: str, plan: str | None, folder: Path) -> list[list[float]]:
 
     outputs = fork_workers(run, 1 if plan is None else parse(plan).workers)
     return [[float(n) for n in re.findall(r"(?<![\w.])-?\d+\.?\d*(?:e-?\d+)?", output)] for output in outputs]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_trains_by_itself(name: str, tmp_path: Path) -> None:
+    [numbers] = printed(name, None, tmp_path)
+    assert len(numbers) >= 4 and all(map(math.isfinite, numbers))
 
 
 @pytest.mark.parametrize(("name", "plan"), CASES)

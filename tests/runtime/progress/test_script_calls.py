@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from polylane.diagnosis import judgement
-from polylane.errors import CallsDiffer, PeerLost
+from polylane.errors import CallsDiffer, MessageUnreadable, PeerLost
 from polylane.runtime.progress.page_reader import PageReader
 from polylane.runtime.progress.script_calls import collective
 from polylane.runtime.progress.watch import HangWatch, OnHang
@@ -47,6 +47,10 @@ class Worker:
     def lose_the_other(self) -> None:
         raise self.progress.explain(PeerLost(0, "summing", "closed"))
 
+    @collective("job.step")
+    def misread_the_other(self) -> None:
+        raise MessageUnreadable("from another version")
+
     def _wait(self) -> None:
         self.progress.begin_wait(1, self.progress.begin_operation(1))
         time.sleep(60)
@@ -67,6 +71,8 @@ def running(*scripts: Script) -> Iterator[dict[int, ProgressMemory]]:
                 os._exit(7)
             except PeerLost:
                 os._exit(3)
+            except MessageUnreadable:
+                os._exit(1)
             os._exit(1)
         pids.append(pid)
     try:
@@ -113,6 +119,11 @@ def lose(worker: Worker) -> None:
     worker.lose_the_other()
 
 
+def misread(worker: Worker) -> None:
+    worker.step()
+    worker.misread_the_other()
+
+
 def refuse_first(worker: Worker) -> None:
     with suppress(FileNotFoundError):
         worker.refuse()
@@ -128,7 +139,7 @@ def refuse_first(worker: Worker) -> None:
     ],
     ids=["another-method", "left"],
 )
-@pytest.mark.parametrize("second", [step_for_ever, lose])
+@pytest.mark.parametrize("second", [step_for_ever, lose, misread])
 def test_who_waits_or_loses_another_raises_what_each_is_in(first: Script, second: Script, said: str) -> None:
     with running(first, second) as memories:
         found, _ = look(memories)

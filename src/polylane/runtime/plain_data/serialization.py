@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from polylane.errors import PolylaneError
+from polylane.errors import MessageUnreadable, PolylaneError
 
 C = TypeVar("C", bound=type)
 
@@ -103,7 +103,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     """Decode the bytes of :func:`encode`. Tensors are copies, on the CPU, without gradients.
 
     Raises:
-        PolylaneError: the bytes are not an encoded value, or of an unregistered class.
+        MessageUnreadable: the bytes are not an encoded value, or of an unregistered class.
     """
     try:
         magic, length = _HEAD.unpack_from(data)
@@ -112,7 +112,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
             raise ValueError("another beginning, or cut off")
         return _Reader(memoryview(data)[start:]).value(json.loads(bytes(memoryview(data)[_HEAD.size : start])))
     except Exception as error:  # a registered class's own check may raise anything
-        raise PolylaneError(
+        raise MessageUnreadable(
             "what another worker sent cannot be read: it is from another version of polylane, or from a stranger "
             f"({type(error).__name__}: {str(error)[:120]})"
         ) from None

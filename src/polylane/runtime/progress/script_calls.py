@@ -4,7 +4,8 @@ a call begins      its number, method and line of the user's go on the page, whe
 calls differ       the watch writes a sentence on the page of every worker (diagnosis/call_order.py)
 a worker waits     its heartbeat wakes the main thread up by a signal, whose handler raises the sentence
 ... in a backend   that runs no Python: the ranks that few others agree with end, and the others raise for that
-a peer is lost     a worker asks the watch why, which knows what the peer's last call was
+a peer is lost     a worker asks the watch why, which knows what the peer's last call was; also where the peer
+                   sent what is no message for this call
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from polylane.diagnosis.page_layout import (
     write_call,
 )
 from polylane.diagnosis.stacks import COLLECTIVES, Frame
-from polylane.errors import CallsDiffer, PeerLost, PolylaneError, WorkerHung
+from polylane.errors import CallsDiffer, MessageUnreadable, PeerLost, PolylaneError, WorkerHung
 from polylane.faults import explain_fault
 
 P = ParamSpec("P")
@@ -179,7 +180,7 @@ def collective(name: str) -> Callable[[Callable[Concatenate[W, P], R]], Callable
                 result = method(self, *args, **kwargs)
                 has_failed = False
                 return result
-            except PeerLost as error:  # perhaps it has only left the script
+            except (PeerLost, MessageUnreadable) as error:  # perhaps it has only left the script, or is in another call
                 raise error if calls is None or not is_begun else calls.explain(error) from None
             except Exception as error:
                 if (fault := explain_fault(error, f"{name}({find_user_line()})")) is None:
