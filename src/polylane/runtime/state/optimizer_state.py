@@ -264,10 +264,10 @@ def _refuse_other_averages(
     saved = sorted({value for name, value in attributes.items() if name.rpartition("/")[2] == DECAY})
     decays = sorted({vars(member)[DECAY] for member in optimizers_in(optimizer) if DECAY in vars(member)})
     if saved != decays and any(IS_AVERAGED in group for group in groups):
-        values, others = (", ".join(f"{decay:g}" for decay in decays_of) for decays_of in (saved, decays))
+        values, rates = (", ".join(f"{decay:g}" for decay in decays_of) for decays_of in (saved, decays))
         raise PolylaneError(
             f"has averages of weights with a decay of {values}, and this training's optimizer keeps "
-            f"{f'averages with {others}' if decays else 'none'}: give --ema {values}, or averaged_optimizer this decay"
+            f"{f'averages with {rates}' if decays else 'none'}: give --ema {values}, or averaged_optimizer this decay"
         )
 
 
