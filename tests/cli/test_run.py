@@ -206,6 +206,13 @@ def test_verify_compares_what_a_script_prints_and_its_weights(scripts: Path) -> 
     assert "line 2 is 'a PreparedModel of 13 letters', not 'a Sequential of 10 letters' of what it prints" in out
 
 
+def test_random_numbers_that_are_the_plans_are_said_once(scripts: Path) -> None:
+    _, err = execute(scripts, "run tiny_script.py --plan data=2 --run run/drawing -- --epochs 3 --fault dropout")
+    assert err.count("the random numbers of model.1 are drawn by step and sample: every plan draws the same") == 1
+    _, err = execute(scripts, "run tiny_script.py --plan data=2 --run run/quiet -- --epochs 1")
+    assert "random numbers" not in err
+
+
 def test_verify_compares_dropout_with_the_plan_on_one_worker(scripts: Path) -> None:
     out, _ = execute(scripts, "verify tiny_script.py --plan data=2 -- --epochs 2 --fault dropout")
     assert "and the prepared script on one worker (it draws random numbers) agree in 4 printed numbers" in out
@@ -215,7 +222,9 @@ def test_verify_tells_rounding_from_a_difference(scripts: Path) -> None:
     out, _ = execute(scripts, "verify tiny_script.py --plan data=2 -- --epochs 3 --eps 1e-11")
     assert "agree in 6 printed numbers and " in out and "no more than rounding explains: 0.0.bias" in out
     out, _ = execute(scripts, "verify tiny_script.py --plan data=2 -- --epochs 3 --eps 1e-30", code=1)
-    assert re.search(r"0.0.bias differs by .*rounding alone changes that by .*: let the script make fewer steps", out)
+    assert re.search(
+        r"Undecided: .*0.0.bias differs by .*rounding alone changes that by .*: let the script make fewer steps", out
+    )
 
 
 def test_verify_refuses_gradients_that_are_rounded_on_their_way(scripts: Path) -> None:

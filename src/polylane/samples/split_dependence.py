@@ -12,12 +12,14 @@ from collections.abc import Callable, Collection
 from torch import fx
 
 from polylane.errors import format_plural
-from polylane.graph.capture.assign_keys import draws_by_sample, is_drawn_by_slice
+from polylane.graph.capture.assign_keys import KeyedInPlace, draws_by_sample, is_drawn_by_slice
 from polylane.graph.graph import Code, Graph
 from polylane.graph.nodes.facts import unwrap_settings
+from polylane.graph.operators.keyed_random import KEYED
 from polylane.graph.operators.sync_batch_norm import batch_norm
 
 NAMED = 2  # modules that a sentence names
+_KEYED_FUNCTIONS = frozenset(KEYED.values())
 
 
 def depends_on_split(code: Code) -> bool:
@@ -28,12 +30,20 @@ def depends_on_split(code: Code) -> bool:
 def describe_split_dependence(graphs: Collection[Graph]) -> str:
     """Describe what depends on microbatches, as nouns, by the paths of the modules; empty where nothing does."""
     clauses = []
+    dependent = [graph for graph in graphs if depends_on_split(graph.code)]
     for kind, subject in ((_normalizes, "the statistics"), (is_drawn_by_slice, "the random numbers")):
-        if modules := _find_modules(graphs, kind):
-            remaining = len(modules) - NAMED
-            places = ", ".join(modules[:NAMED]) + (f" and {remaining} more" if remaining > 0 else "")
+        if places := _name_modules(dependent, kind):
             clauses.append(f"{subject} of a microbatch in {places}")
     return " and ".join(clauses)
+
+
+def note_draws(graph: Graph) -> str:
+    """Return a sentence where a model draws random numbers: no plan draws them as torch does; empty where none are."""
+    places = _name_modules([graph], _draws) if graph.code.random else ""
+    return places and (
+        f"the random numbers of {places} are drawn by step and sample: every plan draws the same, and without a plan "
+        "torch draws others"
+    )
 
 
 def note_microbatches(graphs: Collection[Graph], microbatches: int, samples: int) -> str:
@@ -52,17 +62,23 @@ def note_microbatches(graphs: Collection[Graph], microbatches: int, samples: int
     )
 
 
-def _find_modules(graphs: Collection[Graph], kind: Callable[[fx.Node], bool]) -> list[str]:
-    """Return the paths of the modules with operators of a kind, in their order in the model."""
+def _name_modules(graphs: Collection[Graph], kind: Callable[[fx.Node], bool]) -> str:
+    """Return the paths of the first modules with operators of a kind, and how many more there are."""
     modules: dict[str, None] = {}
     for graph in graphs:
-        if depends_on_split(graph.code):
-            nodes = [node for node in graph.code.fx.nodes if node.op == "call_function" and kind(node)]
-            places = [graph.positions.get(str(node.meta["name"])) for node in nodes]
-            modules |= dict.fromkeys(graph.nodes[at].module or "the loss" for at in places if at is not None)
-    return list(modules)
+        nodes = [node for node in graph.code.fx.nodes if node.op == "call_function" and kind(node)]
+        places = [graph.positions.get(str(node.meta["name"])) for node in nodes]
+        modules |= dict.fromkeys(graph.nodes[at].module or "the loss" for at in places if at is not None)
+    remaining = len(modules) - NAMED
+    return ", ".join([*modules][:NAMED]) + (f" and {remaining} more" if remaining > 0 else "")
 
 
 def _normalizes(node: fx.Node) -> bool:
     target = unwrap_settings(node.target)
     return target is batch_norm or bool(getattr(getattr(target, "own", None), "normalizes", False))
+
+
+def _draws(node: fx.Node) -> bool:
+    target = unwrap_settings(node.target)
+    target = target.function if isinstance(target, KeyedInPlace) else target
+    return target in _KEYED_FUNCTIONS or is_drawn_by_slice(node)

@@ -146,7 +146,12 @@ def _prove(request: VerifyRequest, plan: str | AnyPlan, workers: int) -> ScriptV
 
     out = sys.stderr if request.json else sys.stdout
     script, reference, failure = run_plainly(request.recipe, request.arguments)
-    note = f" ({clean_text(failure)} in float64)" if failure else ""
+    # Most such scripts make tensors of a type that they name.
+    note = (
+        f" (in float64 it raises {clean_text(failure)}; tensors of dtype=torch.get_default_dtype() let it run there)"
+        if failure
+        else ""
+    )
     type_name = str(script.dtype).removeprefix("torch.")
     print(
         f"{request.recipe}: plain and on {format_plural(workers, 'worker')}, in {type_name}{note}", file=out, flush=True
@@ -295,6 +300,7 @@ def _sentence(verdict: ScriptVerdict) -> str:
                 f"; rounding alone changes that by {verdict.floor:.1e}, in a run from weights that are off by one unit "
                 "in the last place, so that this says nothing of the plan: let the script make fewer steps"
             )
+            return f"Undecided: {subject} differ; {verdict.difference}; {allowed}."
         return f"NOT equal: {subject} differ; {verdict.difference}; {allowed}."
     compared = f"{format_plural(verdict.numbers, 'printed number')} and {format_plural(verdict.weights, 'weight')}"
     left_out = ""
