@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -33,6 +34,7 @@ from polylane.runtime.state.python_state import restore_python_state
 from polylane.runtime.step_result import StepState
 from polylane.runtime.training_role import TrainingRole
 from polylane.samples.leaf_effects import effects_by_module
+from polylane.samples.split_dependence import note_draws
 from polylane.script.loading.batch_rows import BatchRows
 
 
@@ -46,6 +48,7 @@ class ScriptRole(TrainingRole):
         self._stale_weights.let_script_read()
         self._hooks.leaves_accumulated = True  # to the loop, where backward() is called
         self._binder.keeps_state = True  # in an evaluation, as where a script calls its model
+        self._has_noted_draws = False
         self.describe_script: Callable[[], dict[str, Any]] | None = None
 
     @allow_own_calls()
@@ -87,6 +90,9 @@ class ScriptRole(TrainingRole):
         update = self._updates[name]
         old_gradients = {parameter: parameter.grad for parameter in update.parameters}
         result, state, bound = self._run_step(take_tape(batch), name, None, self._complete_gradients)
+        if not self._has_noted_draws and (note := note_draws(bound.partition.graph)):
+            warnings.warn(note, stacklevel=1)  # the caller is a decorator of the standard library
+            self._has_noted_draws = True
         gradients = {parameter: parameter.grad for parameter in update.parameters}
         for parameter, gradient in old_gradients.items():
             parameter.grad = gradient

@@ -25,7 +25,7 @@ from polylane.graph.readings.batch_readings import ask_batches
 from polylane.graph.rounding_noise import nudge_values
 from polylane.runtime.pipeline.step_outputs import ComputedStep, StepOutputs
 from polylane.runtime.stale_weights import allow_own_calls
-from polylane.samples.split_dependence import depends_on_split, note_draws
+from polylane.samples.split_dependence import depends_on_split
 from polylane.script.loading.input_layout import UNDIVIDED, BatchDim, TapeLayout, count_common, try_layouts
 from polylane.script.loading.loaded_batch import LoadedRows, TapeInput, gather_inputs, shape_of
 from polylane.script.model_results import ModelCall
@@ -256,7 +256,6 @@ class PlannedTraining:
         refused: layouts that were not proven, by number of a tape.
         uncut: what is called of models in tapes that the plan cannot evaluate, with the reason.
         asking: numbers of tapes whose way depends on the values of whole batches.
-        has_noted_draws: whether it was said, where it is so, that the plan draws other random numbers than torch.
     """
 
     role: ScriptRole
@@ -267,16 +266,11 @@ class PlannedTraining:
     refused: dict[int, set[TapeLayout]] = field(default_factory=dict)
     uncut: dict[tuple[ModelCall, ...], PolylaneError] = field(default_factory=dict)
     asking: set[int] = field(default_factory=set)
-    has_noted_draws: bool = False
 
     def compute(self, tape: Tape, inputs: Sequence[TapeInput]) -> TapeRun:
         batch = self._make_batch(tape, inputs, True)
         computed = self._compute_audited(tape, gather_inputs(inputs), batch) if self.audit.is_due() else None
         computed = computed or self.role.compute(batch, OBJECTIVE)
-        if not self.has_noted_draws:
-            self.has_noted_draws = True
-            if note := note_draws(self.role.compile_form(batch, OBJECTIVE, True).partition.graph):
-                warnings.warn(note, stacklevel=2)
         return PlannedRun(self.role, computed.outputs, replace(computed, outputs=computed.outputs.select(None)))
 
     def _compute_audited(self, tape: Tape, inputs: Sequence[Tensor], batch: Any) -> ComputedStep | None:

@@ -18,6 +18,7 @@ from polylane.recipe import REQUIRED
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from torch import Tensor
 
     from polylane.commands.requests import VerifyRequest
@@ -146,16 +147,8 @@ def _prove(request: VerifyRequest, plan: str | AnyPlan, workers: int) -> ScriptV
 
     out = sys.stderr if request.json else sys.stdout
     script, reference, failure = run_plainly(request.recipe, request.arguments)
-    # Most such scripts make tensors of a type that they name.
-    note = (
-        f" (in float64 it raises {clean_text(failure)}; tensors of dtype=torch.get_default_dtype() let it run there)"
-        if failure
-        else ""
-    )
-    type_name = str(script.dtype).removeprefix("torch.")
-    print(
-        f"{request.recipe}: plain and on {format_plural(workers, 'worker')}, in {type_name}{note}", file=out, flush=True
-    )
+    runs = f"plain and on {format_plural(workers, 'worker')}, in {_describe_type(script.dtype, failure)}"
+    print(f"{request.recipe}: {runs}", file=out, flush=True)
     if reference.code:
         raise PolylaneError(
             f"{request.recipe} by itself ends with exit code {reference.code}: what it does then is not compared"
@@ -198,6 +191,15 @@ def _prove(request: VerifyRequest, plan: str | AnyPlan, workers: int) -> ScriptV
         f"{printed.difference} of what it prints" if printed.difference else states.difference,
         printed.floor if printed.difference else states.floor,
     )
+
+
+def _describe_type(dtype: torch.dtype, failure: str) -> str:
+    """Return the name of the type that a script runs in, and why that is not float64, if it is not."""
+    name = str(dtype).removeprefix("torch.")
+    if not failure:
+        return name
+    # Most such scripts make tensors of a type that they name.
+    return f"{name} (in float64: {clean_text(failure)}; tensors of dtype=torch.get_default_dtype() let it run there)"
 
 
 def _tolerance(run: ScriptRun) -> tuple[Tolerance, str]:
