@@ -327,3 +327,14 @@ def test_no_gradient_flows_through_the_count() -> None:
     assert mean.total.requires_grad
     assert isinstance(mean.count, torch.Tensor)
     assert not mean.count.requires_grad
+
+
+def test_a_script_is_refused_before_it_trains(tmp_path: Path) -> None:
+    """With the command that takes it; a file that has both, a loop and a recipe's functions, is a recipe."""
+    script = tmp_path / "my_loop.py"
+    script.write_text("import polylane\nraise SystemExit('it trains')\nmodel = polylane.prepare(model)\n")
+    with pytest.raises(RecipeError, match=r"my_loop.py has a training loop of its own.* start it with polylane run"):
+        load(script)
+    script.write_text("import polylane\ndef data(split): ...\ndef main(): polylane.prepare(None)\n")
+    with pytest.raises(RecipeError, match="lacks the functions"):
+        load(script)

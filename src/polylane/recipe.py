@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
 import importlib
@@ -186,6 +187,7 @@ def _import_file(path: Path) -> ModuleType:
     name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
+    _refuse_script(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the suffix is .py
     module = importlib.util.module_from_spec(spec)
@@ -200,6 +202,21 @@ def _import_file(path: Path) -> ModuleType:
             raise
         raise RecipeError(_describe_import_error(error, path)) from error
     return module
+
+
+def _refuse_script(path: Path) -> None:
+    """Refuse a script that prepares what it trains, and has none of a recipe's functions, before it trains."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):  # which the import explains
+        return
+    prepares = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "prepare")
+    is_script = any(isinstance(node.value, ast.Name) and node.value.id == "polylane" for node in prepares)
+    if is_script and not {getattr(node, "name", "") for node in tree.body} & {*REQUIRED}:
+        raise RecipeError(
+            f"{shorten_path(path)} has a training loop of its own, and is no recipe: start it with polylane run, and "
+            "compare it with one device with polylane verify."
+        )
 
 
 def _import_name(name: str) -> ModuleType:

@@ -197,6 +197,26 @@ def test_wrong_scripts_and_options_start_nothing(scripts: Path) -> None:
         assert refused.exit_code == 2 and sentence in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("inputs", "labels", "said"),
+    [
+        (7, 6, "mat1 and mat2 shapes cannot be multiplied (6x8 and 7x5)"),
+        (8, 3, "Expected input batch_size (6) to match target batch_size (3)"),
+    ],
+)
+def test_a_mistake_in_shapes_is_told_in_torchs_words(scripts: Path, inputs: int, labels: int, said: str) -> None:
+    """And not in those that it has for tensors without numbers, with what it logs of them."""
+    (scripts / "mistaken.py").write_text(
+        "import torch, polylane\nfrom torch import nn\n"
+        f"model = nn.Sequential(nn.Linear(4, 8), nn.Linear({inputs}, 5))\n"
+        "model, optimizer = polylane.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        f"loss = nn.functional.cross_entropy(model(torch.randn(6, 4)), torch.zeros({labels}).long())\n"
+        "loss.backward()\noptimizer.step()\nprint(loss.item())\n"
+    )
+    _, err = execute(scripts, "run mistaken.py --plan data=2 --run run/mistaken", code=1)
+    assert said in err and "fake" not in err
+
+
 def test_verify_compares_what_a_script_prints_and_its_weights(scripts: Path) -> None:
     out, _ = execute(scripts, "verify tiny_script.py --plan pipeline=2,microbatches=2 -- --epochs 2 --fault time")
     assert "plain and on 2 workers, in float64" in out

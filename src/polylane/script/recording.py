@@ -6,9 +6,10 @@ running the function on fake tensors, and looked up afterwards.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -191,17 +192,22 @@ class Recording:
         """Return what a call returns, of a form that is not known, or is not all that decides on it."""
         if target is not None:
             self._model_results.follow_requires_grad(target.model)
+        failure: Exception | None = None
         try:
             self._watch.has_drawn = False
-            results, out_spec = self._find_results(func, leaves, spec, target)
+            with _quiet_fakes():
+                results, out_spec = self._find_results(func, leaves, spec, target)
         except NeedsValues:
-            with plain_tensors():
-                if target is not None:
-                    described = self._model_results.find_by_values(target, leaves, spec)
-                else:
-                    described = self._find_of_function(func, leaves, spec, values)
-            results, out_spec = flatten_tree(described)
+            results, out_spec = flatten_tree(self._find_by_values(func, leaves, spec, target, values))
             form = *form, tuple(map(form_of, results))
+        except PolylaneError:
+            raise
+        except Exception as error:
+            failure = error
+        if failure is not None:
+            # A mistake in the script, most likely, of which torch says something else of fake tensors than of others.
+            self._find_by_values(func, leaves, spec, target, values)
+            raise failure
         if form not in self._known:
             forms = list(map(form_of, results))
             sizeless = *form[:5], tuple(map(without_size, form[5])), tuple(map(without_size, forms))
@@ -210,6 +216,20 @@ class Recording:
             touched = NOTHING if target is None else self._model_results.touched
             self._known[form] = _KnownCall(number, results, forms, out_spec, self._watch.has_drawn, has_views, touched)
         return self._known[form]
+
+    def _find_by_values(
+        self,
+        func: Callable[..., Any] | None,
+        leaves: Sequence[Any],
+        spec: Spec,
+        target: ModelCall | None,
+        values: Sequence[Tensor] | None,
+    ) -> Any:
+        """Return what a call returns, as fake tensors, from a run on tensors with values."""
+        with plain_tensors():
+            if target is not None:
+                return self._model_results.find_by_values(target, leaves, spec)
+            return self._find_of_function(func, leaves, spec, values)
 
     def _find_of_function(
         self, func: Callable[..., Any] | None, leaves: Sequence[Any], spec: Spec, values: Sequence[Tensor] | None
@@ -252,6 +272,17 @@ class Recording:
             return tensor.metadata
         fake: Tensor = self._mode.from_tensor(tensor)
         return fake
+
+
+@contextmanager
+def _quiet_fakes() -> Iterator[None]:
+    """Keep torch from logging what fails on fake tensors: it is tried on others then, or raised."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 def _defer_results(call: RecordedCall, forms: Sequence[Any]) -> list[Any]:
