@@ -142,8 +142,8 @@ Noise = Annotated[
     NoiseMode,
     typer.Option(
         "--noise",
-        help="Measure the gradient noise scale, see polylane advise. auto: in as many steps as 2% of the training time "
-        "allows, where the plan allows it; on: in every step.",
+        help="Measure the gradient noise scale, which polylane advise reads of runs of train. auto: in as many steps "
+        "as 2% of the training time allows, where the plan allows it; on: in every step.",
     ),
 ]
 Ema = Annotated[

@@ -40,7 +40,8 @@ def parse_count(key: str, text: str) -> int:
     """
     # The length is checked before int(), which takes quadratic time, and raises ValueError above 4300 digits.
     if not (text.isascii() and text.isdecimal()) or not text.strip("0"):
-        raise PolylaneError(f"{key}={shorten(text)} must be a whole number of at least 1")
+        commas = ": keys are separated by commas" if "=" in text else ""
+        raise PolylaneError(f"{key}={shorten(text)} must be a whole number of at least 1{commas}")
     if len(text.lstrip("0")) > len(str(MAX_COUNT)) or int(text) > MAX_COUNT:
         raise PolylaneError(f"{key}={shorten(text)} is more than {MAX_COUNT:,}, the most that a plan can have")
     return int(text)

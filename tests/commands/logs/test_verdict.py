@@ -18,7 +18,8 @@ SHARES: dict[str, Any] = {"computing": 0.61, "bubble": 0.22, "waiting": 0.12, "m
             {"waiting_for": {3: 0.11, 1: 0.01}},
             4,
             0.29,
-            "2.9 times one device on 4; 61% computing, 22% bubble, 12% waiting for rank 3, 5% moving bytes",
+            "2.9 times the speed of one device on 4; "
+            "61% computing, 22% bubble, 12% waiting for rank 3, 5% moving bytes",
         ),
         (
             {"waiting_for": {3: 0.07, 1: 0.05}},
@@ -30,7 +31,8 @@ SHARES: dict[str, Any] = {"computing": 0.61, "bubble": 0.22, "waiting": 0.12, "m
             {"waiting_for": {0: 0.06, 1: 0.06}, "loading": 0.5},
             2,
             0.06,
-            "1.2 times one device on 2; 30% computing, 50% waiting for data, 11% bubble, 6% waiting, 2% moving bytes",
+            "1.2 times the speed of one device on 2; "
+            "30% computing, 50% waiting for data, 11% bubble, 6% waiting, 2% moving bytes",
         ),
         ({"waiting": 0.0, "moving": 0.0, "bubble": 0.0}, 1, 0.1, "61% computing"),
     ],

@@ -39,7 +39,11 @@ def data_of(page: str) -> Any:
 def test_the_page_has_all_parts_of_a_run(tmp_path: Path) -> None:
     page = write_report(write_run(tmp_path / "run"))
     (run,) = data_of(page.read_text())["runs"]
-    assert run["state"] == "ended" and run["verdict"].startswith("2.9 times one device on 4") and run["missing"] == []
+    assert (
+        run["state"] == "ended"
+        and run["verdict"].startswith("2.9 times the speed of one device on 4")
+        and run["missing"] == []
+    )
     assert [picture["key"] for picture in run["pictures"]] == ["typical", "slowest", "first", "last"]
     assert run["predicted"] and run["theory"] and run["pictures"][0]["headline"].endswith("the typical step")
     assert {"loss", "metrics", "learning_rate", "gradient_norm", "noise", "throughput"} <= run["charts"].keys()
@@ -177,7 +181,7 @@ def test_a_verdict_of_measured_shares_where_the_run_has_none(tmp_path: Path) -> 
     folder = write_run(tmp_path / "run")
     (folder / "goodput.json").unlink()
     verdict = find_verdict(read_run(folder))
-    assert verdict.startswith("3 times one device on 4; ") and "% computing" in verdict
+    assert verdict.startswith("3 times the speed of one device on 4; ") and "% computing" in verdict
 
 
 def test_changes_are_computed(tmp_path: Path) -> None:

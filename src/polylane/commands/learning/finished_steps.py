@@ -78,12 +78,15 @@ def read_options(folder: Path) -> RunOptions:
         PolylaneError: there is no such file, or it is not one of a run.
     """
     path = find_folder(folder) / RUN
+    if not folder.is_dir():
+        raise PolylaneError(f"{folder} is no folder of a run")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return RunOptions(**content | {"settings": tuple(content["settings"])})
     except OSError as error:
         raise PolylaneError(
-            f"{folder}: {RUN} cannot be read ({error.strerror or error}): give the folder of a polylane train"
+            f"{folder}: its {RUN} cannot be read ({error.strerror or error}); runs of a script have none: advise is of "
+            "runs of polylane train"
         ) from error
     except (ValueError, TypeError, KeyError) as error:
         raise PolylaneError(f"{path} is not the file of a run: it was edited") from error

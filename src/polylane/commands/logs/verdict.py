@@ -18,7 +18,7 @@ _WORDS = {
 
 
 def describe_verdict(shares: Mapping[str, Any], workers: int, alone: float | None) -> str:
-    """Describe how a run went: ``2.9 times one device on 4; 61% computing, 22% bubble, 12% waiting for rank 3``.
+    """Describe how a run went: ``2.9 times the speed of one device on 4; 61% computing, 12% waiting for rank 3``.
 
     The speed is that of the steps without loading.
 
@@ -42,7 +42,9 @@ def describe_verdict(shares: Mapping[str, Any], workers: int, alone: float | Non
     # What one device would take to load its samples is not predicted.
     seconds = shares["seconds"] * busy_share
     speed = (
-        "" if alone is None or workers == 1 or not seconds else f"{alone / seconds:.2g} times one device on {workers}; "
+        ""
+        if alone is None or workers == 1 or not seconds
+        else f"{alone / seconds:.2g} times the speed of one device on {workers}; "
     )
     return speed + ", ".join(words)
 
