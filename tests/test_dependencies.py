@@ -32,7 +32,7 @@ def imported(*folders: str) -> set[str]:
                     found |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                     found.add(node.module.partition(".")[0])
-    own = {"polylane", "benchmarks", "tests", *(path.stem for path in (ROOT / "examples").glob("*.py"))}
+    own = {"polylane", "benchmarks", "tests", *(path.stem for path in (ROOT / "examples").rglob("*.py"))}
     own |= {"small_recipe"}  # which the test that imports it writes
     return {_normalize(PACKAGES.get(name, name)) for name in found - own - set(sys.stdlib_module_names)}
 

@@ -129,7 +129,7 @@ def test_a_silent_host_is_named_with_its_ranks_and_who_waits() -> None:
     state = RankState(Wait("all", 3, (0, 1, 2, 3)), {"all": 3})
     found = judge([stalled(0, state), stalled(1, state)], {2: 9.1, 3: 9.1})
     assert describe_silence(found.finding, RANKS, HOSTS, {"b": 9.1}) == (
-        "b, with ranks 2 and 3, has not been heard of for 9.1 s: it is down or stopped as a whole, or the link to it "
+        "b, with ranks 2 and 3, has not been heard from for 9.1 s: it is down or stopped as a whole, or the link to it "
         "carries nothing; ranks 0 and 1 on a have waited for ranks 2 and 3 for 9.0 s, in step 12, forward of "
         "microbatch 0 on stage 1"
     )

@@ -106,7 +106,7 @@ def test_a_link_that_carries_nothing_is_named_by_both_hosts(hosts: list[str], tm
                 agent.kill()
     said = read(folders)
     machine = os.uname().nodename
-    assert f"{machine} (node 1), with rank 1, has not been heard of for " in said[0]
+    assert f"{machine} (node 1), with rank 1, has not been heard from for " in said[0]
     assert f"rank 0 on {machine} (node 0) has waited for rank 1 for " in said[0]
     assert f"{machine} (node 1) has not heard of {machine} (node 0) for " in said[1]
     assert "nor has torchrun's store at 10.91.7.1:29517 answered" in said[1]

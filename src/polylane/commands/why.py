@@ -29,7 +29,9 @@ def run(request: WhyRequest) -> None:
     """
     report = read_report(request.run)
     timeline = report_file.draw_timeline(report)
-    if not report.ranks and (request.svg or request.html):  # an end of which all workers know: none stands out
+    # Of an end of which all workers know none stands out; of one before the first step there is nothing to draw.
+    has_picture = bool(report.ranks and report.timeline.spans)
+    if not has_picture and (request.svg or request.html):
         raise PolylaneError(f"{request.run} has no picture of its end, which was: {report.sentence}")
     if request.svg is not None:
         write_text(request.svg, swimlane.svg(timeline))
@@ -48,8 +50,9 @@ def run(request: WhyRequest) -> None:
         activity = f"{rank.doing}{f' ({shown})' if shown else ''}"
         table.add_words(str(rank.rank), format_duration(rank.stalled), _printable(rank.place), _printable(activity))
     print_table(out, table)
-    draw = swimlane.ansi if sys.stdout.isatty() else swimlane.text
-    print(_printable(draw(timeline, out.width), keep="\x1b\n"))
+    if has_picture:
+        draw = swimlane.ansi if sys.stdout.isatty() else swimlane.text
+        print(_printable(draw(timeline, out.width), keep="\x1b\n"))
     for rank in report.ranks:
         if rank.rank in report.culprits and rank.stacks:
             print(

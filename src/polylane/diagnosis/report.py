@@ -233,8 +233,8 @@ def describe_silence(
     names = list(dict.fromkeys(hosts[rank] for rank in finding.elsewhere))
     description = _join_words(
         [
-            f"{name}, with {format_ranks([rank for rank in hosts if hosts[rank] == name])}, has not been heard of for "
-            f"{silences.get(name, 0.0):.1f} s"
+            f"{name}, with {format_ranks([rank for rank in hosts if hosts[rank] == name])}, has not been heard from "
+            f"for {silences.get(name, 0.0):.1f} s"
             for name in names
         ]
     )

@@ -178,7 +178,7 @@ def test_a_host_that_nothing_is_heard_of_is_named(store: TCPStore) -> None:
     with worker(0, 2, True) as (_, memory):
         watch_until(0, memory, store.port, lambda each: bool(each.said), "stop", found)
     assert found.hung is not None and found.hung.ranks == (0,)
-    assert found.hung.error_message.startswith("b, with rank 1, has not been heard of for ")
+    assert found.hung.error_message.startswith("b, with rank 1, has not been heard from for ")
     assert "rank 0 on a has waited for rank 1 for " in found.hung.error_message and not found.hung.traceback
 
 

@@ -277,7 +277,7 @@ class JointWatch(HangWatch):
                 self._lost.add(number)
                 name = self._place.hosts[number].name
                 self._say(
-                    f"the process that watches {name} has not been heard of for {silence:.1f} s; training continues, "
+                    f"the process that watches {name} has not been heard from for {silence:.1f} s; training continues, "
                     f"but a worker that hangs there would not be named"
                 )
 
