@@ -91,3 +91,15 @@ MISTAKES = [
 def test_what_prepare_cannot_take_is_refused_where_it_is_called(mistake: Any, sentence: str) -> None:
     with pytest.raises(PolylaneError, match=re.escape(sentence)):
         mistake()
+
+
+@pytest.mark.parametrize(("rank", "size", "said"), [(0, 2, True), (1, 2, False), (0, 1, False)])
+def test_processes_that_train_apart_are_told_so_once(
+    rank: int, size: int, said: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As torchrun starts them, without polylane run and without POLYLANE_PLAN."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}.items():
+        monkeypatch.setenv(name, str(value))
+    model = net()
+    assert polylane.prepare(model) is model
+    assert ("2 processes without a plan train each by itself" in capfd.readouterr().err) == said

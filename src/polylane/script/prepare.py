@@ -20,6 +20,7 @@ from polylane.output import say_at_once
 from polylane.plan.plan import AnyPlan
 from polylane.runtime.guarded_tensors import guard_of
 from polylane.runtime.state.random_state import collect_generators, restore_generators
+from polylane.runtime.workers.launch_environment import Launch
 from polylane.runtime.workers.world import World
 from polylane.script.deferred import record_functions
 from polylane.script.loading.input_layout import BatchDim
@@ -32,7 +33,7 @@ from polylane.script.prepared_model import PreparedModel
 from polylane.script.resuming.loader import LoopObserver, follow_loader
 from polylane.script.resuming.progress import ScriptProgress
 from polylane.script.resuming.shared_saves import share_saves
-from polylane.script.session import RANK_VARIABLE, current_session
+from polylane.script.session import RANK_VARIABLE, ScriptSession, current_session
 from polylane.script.start import read_plan
 from polylane.script.whole_metrics import keep_metrics_whole
 from polylane.verify.audit import AuditMode
@@ -93,7 +94,7 @@ def prepare(
     models = [value for value in dict.fromkeys(objects) if isinstance(value, nn.Module)]
     session.nudge_weights(models)
     if plan is None:
-        session.hold(models=models)
+        _leave_plain(session, models)
         return _in_order(objects, {})
     if audit not in (None, *get_args(AuditMode)):
         raise PolylaneError(f"audit={audit!r}: give one of {', '.join(get_args(AuditMode))}")
@@ -117,6 +118,17 @@ def prepare(
         schedulers = [o for o in objects if id(o) not in known_ids and hasattr(o, "load_state_dict")]
         _follow(progress, loop, loaders, schedulers)
     return _in_order(objects, prepared)
+
+
+def _leave_plain(session: ScriptSession, models: Sequence[nn.Module]) -> None:
+    """Leave models as they are, for there is no plan; processes of a launcher are told that each trains by itself."""
+    session.hold(models=models)
+    launch = Launch.of_process() if session.world is None else Launch()
+    if launch.size > 1 and launch.is_first:
+        say_at_once(
+            f"{launch.size} processes without a plan train each by itself, the whole script: start them with -m -- "
+            "polylane run SCRIPT --plan PLAN, or set POLYLANE_PLAN"
+        )
 
 
 def _follow(
