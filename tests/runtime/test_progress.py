@@ -13,7 +13,7 @@ from polylane.errors import PeerLost, PolylaneError, WorkerHung
 from polylane.runtime.progress import script_calls
 from polylane.runtime.progress.page_reader import PageReader
 from polylane.runtime.progress.script_watch import watch_script
-from polylane.runtime.progress_page import ProgressMemory, ProgressWriter
+from polylane.runtime.progress_page import USUAL_DECAY, ProgressMemory, ProgressWriter
 from polylane.runtime.workers.world import World
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), backend=None)
@@ -106,3 +106,15 @@ def test_wrong_options_are_refused(on_hang: object, hang_after: object, said: st
 
 def test_a_single_worker_is_not_watched() -> None:
     assert watch_script(ALONE, "stop", None) is ALONE
+
+
+def test_the_second_step_may_take_as_long_as_the_first(memory: ProgressMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose program ran for the first time, which takes longer; from the next step on that one counts alone."""
+    progress, reader, moment = ProgressWriter(memory, 0), PageReader(0, memory), [1]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: moment[0])
+    usual = []
+    for step, (seconds, is_new) in enumerate([(30, True), (12, False), (2, False), (1, False)]):
+        progress.begin_round(0, step, is_new)
+        usual.append(reader.record.usual / 1e9)
+        moment[0] += seconds * 10**9
+    assert usual == [0, 30, 12, pytest.approx(12 * USUAL_DECAY)]

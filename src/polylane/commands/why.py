@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from polylane.commands.logs.file_names import METRICS, MODEL, UNFINISHED, WHY, find_folder
+from polylane.commands.logs.file_names import METRICS, MODEL, RUN, UNFINISHED, WHY, find_folder
 from polylane.commands.printing import console, format_duration, make_table, print_json, print_table, write_text
 from polylane.commands.reporting.run_files import is_claimed
 from polylane.commands.requests import WhyRequest
@@ -86,7 +86,9 @@ def _describe_lack(run: Path) -> str:
         return "is no folder"
     if is_claimed(run):
         return "has no report: it is running, and none of its workers has hung or failed"
-    if os.path.isfile(find_folder(run) / METRICS) and not os.path.isfile(find_folder(run) / MODEL):
+    # A run of a script has neither options nor weights of its own.
+    has = {name: os.path.isfile(find_folder(run) / name) for name in (METRICS, MODEL, RUN)}
+    if has[METRICS] and has[RUN] and not has[MODEL]:
         return "has no report: it was ended before its training was done, by a signal such as that of Ctrl-C or kill"
     return "has no report: none of its workers hung or failed"
 

@@ -216,7 +216,8 @@ class ProgressWriter(Progress):
         self._version, self._step, self._round, self._program = 0, 0, 0, 0
         self._phase, self._serves = Phase.SERVING if serves else Phase.STARTING, serves
         self.calls, self._names = ScriptCalls(self._page, self.words) if is_script else None, Counter[str]()
-        self._action, self._is_new, self._usual, self._state_of_round = -1, False, 0, 0
+        self._action, self._is_new, self._state_of_round = -1, False, 0
+        self._usual, self._is_first_usual = 0, False
         self._lines, self._programs, self._files = 0, dict[str, int](), set[str]()
         self._finished, self._action_began, self._round_began = 0, 0, 0
         self._phase_began, self._phase_seconds = time.perf_counter(), dict.fromkeys(Phase, 0.0)
@@ -298,7 +299,11 @@ class ProgressWriter(Progress):
     def begin_round(self, program: int, step: int, is_new: bool) -> None:
         now = time.monotonic_ns()
         if self._round_began and not self._is_new:
-            self._usual = max(now - self._round_began, int(self._usual * USUAL_DECAY))
+            self._usual = max(now - self._round_began, int(self._usual * USUAL_DECAY) * (not self._is_first_usual))
+            self._is_first_usual = False
+        elif self._round_began and not self._usual:
+            # A program's first run takes longer than others, but until one of these has ended nothing else is known.
+            self._usual, self._is_first_usual = now - self._round_began, True
         self._round_began, self._round = now, self._round + 1
         self._program, self._step, self._action, self._is_new = program, step + 1, -1, is_new
         self._write()
