@@ -122,7 +122,8 @@ def run(
     checkpoints to DIR, which report and why read.
 
     The exit code is the script's own; 1 if a worker failed, 2 for invalid input, 130 after Ctrl-C, 128 plus the signal
-    number after another signal.
+    number after another signal. With --save-every, such a signal saves a checkpoint first, within --grace, and the exit
+    code is --requeue-code.
 
     \b
     Examples:

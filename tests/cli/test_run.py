@@ -174,6 +174,32 @@ def test_ctrl_c_ends_a_script_and_its_workers(scripts: Path) -> None:
     wait_for(lambda: not alive(process.pid))
 
 
+@pytest.mark.parametrize("code", [75, 0])
+def test_a_signal_ends_a_script_that_saves_with_the_code_of_a_batch_system(scripts: Path, code: int) -> None:
+    """As it ends a recipe's training: with a checkpoint, from which the script is resumed."""
+    (scripts / "long.py").write_text(
+        "import time, torch, polylane\nfrom torch import nn\n"
+        "model = nn.Linear(4, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "loader = torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=8)\n"
+        "model, optimizer, loader = polylane.prepare(model, optimizer, loader)\n"
+        "for epoch in polylane.epochs(range(1000)):\n"
+        "    for x in loader:\n"
+        "        optimizer.zero_grad()\n        loss = model(x).square().mean()\n"
+        "        loss.backward()\n        optimizer.step()\n        time.sleep(0.05)\n"
+        "    print('epoch', epoch, flush=True)\n"
+    )
+    line = f"run long.py --workers 2 --save-every 4 --requeue-code {code} --run run/long-{code}"
+    process = start(scripts, line)
+    assert process.stdout is not None
+    wait_for(lambda: "epoch 1" in process.stdout.readline(), process)  # type: ignore[union-attr]
+    os.kill(process.pid, signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert re.search(r"SIGTERM: ended after \d+ steps, with a checkpoint: resume with --resume auto", err)
+    assert [*(scripts / f"run/long-{code}/checkpoints").iterdir()]
+
+
 def test_a_script_that_prepares_nothing_is_refused_at_its_end(scripts: Path) -> None:
     _, err = execute(scripts, "run tiny_script.py --workers 2 -- --fault plain", code=2)
     assert "without a call of polylane.prepare, and each of the 2 workers ran all of it" in err
