@@ -243,8 +243,8 @@ def verify(
     named, and the exit code is 1.
 
     A SCRIPT is run to its end twice, as it is and by the plan. The numbers that it prints, line by line, and the
-    weights of its models at the end must agree: in float64 if the script calls torch.set_default_dtype(torch.float64),
-    else to the precision of its own types. If they differ, further runs find out which numbers change every time, such
+    weights of its models at the end must agree: in float64, which is torch's default type in these runs, or to the
+    precision of the script's own types. If they differ, further runs find out which numbers change every time, such
     as seconds, and what rounding alone changes. Each run writes the script's files.
 
     \b

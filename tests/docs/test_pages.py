@@ -157,9 +157,9 @@ NEVER = [
 def test_what_is_not_run_has_a_reason_and_known_options(page: str, block: Block, command: Command) -> None:
     assert block.find_mark("not run"), f"{page}, line {block.line}: say why it is not run"
     _, _, ours = command.line.partition("polylane ")
-    if not ours:
+    if not (words := shlex.split(ours.replace("…", ""), comments=True)):
         return
-    name, *words = shlex.split(ours.replace("…", ""))
+    name, *words = words
     words = words[: words.index("--")] if "--" in words else words
     known = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
     options = {option for parameter in known.params for option in (*parameter.opts, *parameter.secondary_opts)}
