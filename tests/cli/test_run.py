@@ -240,7 +240,7 @@ def test_a_mistake_in_shapes_is_told_in_torchs_words(scripts: Path, inputs: int,
         "loss.backward()\noptimizer.step()\nprint(loss.item())\n"
     )
     _, err = execute(scripts, "run mistaken.py --plan data=2 --run run/mistaken", code=1)
-    assert said in err and "fake" not in err
+    assert said in err and "fake" not in err and "_ops.py" not in err
 
 
 def test_verify_compares_what_a_script_prints_and_its_weights(scripts: Path) -> None:
@@ -257,6 +257,12 @@ def test_random_numbers_that_are_the_plans_are_said_once(scripts: Path) -> None:
     assert err.count("the random numbers of model.1 are drawn by step and sample: every plan draws the same") == 1
     _, err = execute(scripts, "run tiny_script.py --plan data=2 --run run/quiet -- --epochs 1")
     assert "random numbers" not in err
+
+
+def test_verify_of_a_script_that_raises_shows_what_it_raises(scripts: Path) -> None:
+    (scripts / "raises.py").write_text("import polylane\npolylane.prepare\nraise RuntimeError('of its own')\n")
+    _, err = execute(scripts, "verify raises.py --plan data=2", code=1)
+    assert err.count("RuntimeError: of its own") == 1 and "script_runs.py" not in err
 
 
 def test_verify_compares_dropout_with_the_plan_on_one_worker(scripts: Path) -> None:

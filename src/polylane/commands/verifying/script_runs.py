@@ -127,5 +127,7 @@ def run_plainly(script: str, arguments: tuple[str, ...]) -> tuple[RecordedScript
     try:
         return recorded, recorded.run(1, None), ""
     except WorkerFailed as error:
-        recorded = replace(recorded, dtype=torch.get_default_dtype())
-        return recorded, recorded.run(1, None), f"{error.error_type}: {error.error_message}"
+        failure = f"{error.error_type}: {error.error_message}"
+    # Outside of the handler: what the script raises a second time is not told as raised while handling the first.
+    recorded = replace(recorded, dtype=torch.get_default_dtype())
+    return recorded, recorded.run(1, None), failure

@@ -34,8 +34,15 @@ _PEER_LOSS_WORDS = (
     "NCCL communicator was aborted",
 )
 
-# Files of torch's that hand a call over to polylane.
-_HAND_OVER = ("/torch/overrides.py", "/torch/_functorch/functional_call.py", "/torch/nn/utils/stateless.py")
+# Files of torch's that hand a call over to polylane, or back from it to an operator.
+_HAND_OVER = (
+    "/torch/overrides.py",
+    "/torch/_compile.py",
+    "/torch/_dynamo/eval_frame.py",
+    "/torch/_functorch/functional_call.py",
+    "/torch/_ops.py",
+    "/torch/nn/utils/stateless.py",
+)
 
 
 @dataclass(frozen=True, slots=True)
