@@ -189,15 +189,16 @@ def test_a_signal_ends_a_script_that_saves_with_the_code_of_a_batch_system(scrip
         "        loss.backward()\n        optimizer.step()\n        time.sleep(0.05)\n"
         "    print('epoch', epoch, flush=True)\n"
     )
-    line = f"run long.py --workers 2 --save-every 4 --requeue-code {code} --run run/long-{code}"
-    process = start(scripts, line)
-    assert process.stdout is not None
-    wait_for(lambda: "epoch 1" in process.stdout.readline(), process)  # type: ignore[union-attr]
-    os.kill(process.pid, signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
-    assert re.search(r"SIGTERM: ended after \d+ steps, with a checkpoint: resume with --resume auto", err)
-    assert [*(scripts / f"run/long-{code}/checkpoints").iterdir()]
+    line = f"run long.py --workers 2 --save-every 4 --requeue-code {code} --run run/long-{code} --resume auto"
+    for is_resumed in (False, True):
+        process = start(scripts, line)
+        assert process.stdout is not None
+        wait_for(lambda stdout=process.stdout: "epoch" in stdout.readline(), process)
+        os.kill(process.pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == code, err
+        assert re.search(r"SIGTERM: ended after \d+ steps, with a checkpoint: resume with --resume auto", err)
+        assert ("resumes from" in err) == is_resumed
 
 
 def test_a_script_that_prepares_nothing_is_refused_at_its_end(scripts: Path) -> None:

@@ -47,6 +47,11 @@ def run(request: RunRequest) -> None:
     with script.handle_signals(), folder.claimed(launch.is_first):
         if launch.is_first:
             request = prepare_checkpoints(request, folder.path, say_at_once, folder.continues)
+            if request.resume_from is not None:
+                say_at_once(
+                    f"resumes from {request.resume_from}; what the script counts itself begins anew, but for what "
+                    "polylane.resumed keeps"
+                )
         with script.explain_end(), open_reporter(folder, NoLines(), request, launch.is_first) as reporter:
             end = script.start(request, workers, reporter)
         if launch.is_first and end.outcome is not None:
