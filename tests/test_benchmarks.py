@@ -72,6 +72,7 @@ QUICK = [
     pytest.param("speed.balance", [], r"\| `pipeline=3` \| [\d.]+%|not measured, for ", id="balance"),
     pytest.param("learning.batches", ["digits"], r"Recommended: \d+, ", marks=slow, id="batches"),
     pytest.param("speed.gpipe", ["tiny"], r"\| polylane schedule=1f1b \| \d+, \d+ \|", id="gpipe"),
+    pytest.param("speed.choosing", ["tiny"], "polylane tensor=2", marks=slow, id="choosing"),
     pytest.param("overhead.checkpoints", [], r"data=2 +\d+ +[\d.]+ +[\d.]+ ", marks=slow, id="checkpoints"),
     pytest.param(
         "overhead.lengths", ["--plans", "data=1"], r"\| polylane data=1 \| [\d.]+ \|", marks=slow, id="lengths"
