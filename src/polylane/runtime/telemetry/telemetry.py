@@ -30,8 +30,8 @@ from polylane.runtime.telemetry.observed_steps import ObservedSteps
 from polylane.runtime.telemetry.worker_facts import SLOTS, WorkerFacts
 from polylane.runtime.workers.world import World
 
-# Part of what observing costs that its own clock sees, and not those who wait for the observer: it was 0.6 and 0.7 where
-# a GPT's steps with and without it took turns (docs/results).
+# Part of what observing costs that its own clock sees, and not those who wait for who observes: it was 0.6 and 0.7
+# where a GPT's steps with and without it took turns (docs/results).
 SEEN_SHARE = 0.5
 
 Numbers = list[float | Tensor]  # of all workers, by rank
