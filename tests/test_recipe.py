@@ -332,9 +332,17 @@ def test_no_gradient_flows_through_the_count() -> None:
 def test_a_script_is_refused_before_it_trains(tmp_path: Path) -> None:
     """With the command that takes it; a file that has both, a loop and a recipe's functions, is a recipe."""
     script = tmp_path / "my_loop.py"
-    script.write_text("import polylane\nraise SystemExit('it trains')\nmodel = polylane.prepare(model)\n")
-    with pytest.raises(RecipeError, match=r"my_loop.py has a training loop of its own.* start it with polylane run"):
-        load(script)
+    for prepared in (
+        "import polylane\nraise SystemExit('it trains')\nmodel = polylane.prepare(model)\n",
+        "import polylane as pl\nraise SystemExit('it trains')\nmodel = pl.prepare(model)\n",
+        "from polylane import prepare\nraise SystemExit('it trains')\nmodel = prepare(model)\n",
+        "from polylane.integrations.transformers import Trainer\nraise SystemExit('it trains')\n",
+    ):
+        script.write_text(prepared)
+        with pytest.raises(
+            RecipeError, match=r"my_loop.py has a training loop of its own.* start it with polylane run"
+        ):
+            load(script)
     script.write_text("import polylane\ndef data(split): ...\ndef main(): polylane.prepare(None)\n")
     with pytest.raises(RecipeError, match="lacks the functions"):
         load(script)

@@ -210,13 +210,21 @@ def _refuse_script(path: Path) -> None:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):  # which the import explains
         return
-    prepares = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "prepare")
-    is_script = any(isinstance(node.value, ast.Name) and node.value.id == "polylane" for node in prepares)
-    if is_script and not {getattr(node, "name", "") for node in tree.body} & {*REQUIRED}:
+    if prepares_training(tree) and not {getattr(node, "name", "") for node in tree.body} & {*REQUIRED}:
         raise RecipeError(
             f"{shorten_path(path)} has a training loop of its own, and is no recipe: start it with polylane run, and "
             "compare it with one device with polylane verify."
         )
+
+
+def prepares_training(tree: ast.Module) -> bool:
+    """Return whether a file's code names ``polylane.prepare``, or imports a bridge to another library's trainer."""
+    nodes = list(ast.walk(tree))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+    modules = names | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    is_bridged = any(module.startswith("polylane.integrations.") for module in modules)
+    return is_bridged or ("polylane" in modules and "prepare" in names)
 
 
 def _import_name(name: str) -> ModuleType:

@@ -174,8 +174,10 @@ def test_ctrl_c_ends_a_script_and_its_workers(scripts: Path) -> None:
     wait_for(lambda: not alive(process.pid))
 
 
-@pytest.mark.parametrize("code", [75, 0])
-def test_a_signal_ends_a_script_that_saves_with_the_code_of_a_batch_system(scripts: Path, code: int) -> None:
+@pytest.mark.parametrize(("code", "number"), [(75, signal.SIGTERM), (0, signal.SIGUSR1)])
+def test_a_signal_ends_a_script_that_saves_with_the_code_of_a_batch_system(
+    scripts: Path, code: int, number: signal.Signals
+) -> None:
     """As it ends a recipe's training: with a checkpoint, from which the script is resumed."""
     (scripts / "long.py").write_text(
         "import time, torch, polylane\nfrom torch import nn\n"
@@ -194,11 +196,17 @@ def test_a_signal_ends_a_script_that_saves_with_the_code_of_a_batch_system(scrip
         process = start(scripts, line)
         assert process.stdout is not None
         wait_for(lambda stdout=process.stdout: "epoch" in stdout.readline(), process)
-        os.kill(process.pid, signal.SIGTERM)
+        os.kill(process.pid, number)
         _, err = process.communicate(timeout=60)
         assert process.returncode == code, err
-        assert re.search(r"SIGTERM: ended after \d+ steps, with a checkpoint: resume with --resume auto", err)
+        assert re.search(rf"{number.name}: ended after \d+ steps, with a checkpoint: resume with --resume auto", err)
         assert ("resumes from" in err) == is_resumed
+
+
+def test_a_scripts_own_exit_code_is_no_signal(scripts: Path) -> None:
+    """128 is that of the signal 0, which nobody sends."""
+    (scripts / "leaves.py").write_text("import sys, polylane\nsys.exit(128)\n")
+    execute(scripts, "run leaves.py --plan data=2 --save-every 4 --run run/leaves", code=128)
 
 
 def test_a_script_that_prepares_nothing_is_refused_at_its_end(scripts: Path) -> None:

@@ -103,3 +103,10 @@ def test_processes_that_train_apart_are_told_so_once(
     model = net()
     assert polylane.prepare(model) is model
     assert ("2 processes without a plan train each by itself" in capfd.readouterr().err) == said
+
+
+def test_a_plain_script_does_not_heed_half_of_a_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    model = net()
+    assert polylane.prepare(model) is model

@@ -64,7 +64,9 @@ def run(request: RunRequest) -> None:
             f"{request.script} ended without a call of polylane.prepare, and {copies}: prepare the model and the "
             "optimizer, see docs/how-to/scripts.md, or run it with python"
         )
-    if end.code == 128 + stop.number and request.saves_checkpoints:  # what ends the script where it has saved
+    if (
+        stop.is_set() and end.code == 128 + stop.number and request.saves_checkpoints
+    ):  # what ends the script where it has saved
         if launch.is_first:
             steps = format_plural(0 if end.outcome is None else end.outcome.steps, "step")
             name = signal.Signals(stop.number).name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, TypeVar, get_args
 
@@ -123,7 +124,9 @@ def prepare(
 def _leave_plain(session: ScriptSession, models: Sequence[nn.Module]) -> None:
     """Leave models as they are, for there is no plan; processes of a launcher are told that each trains by itself."""
     session.hold(models=models)
-    launch = Launch.of_process() if session.world is None else Launch()
+    launch = Launch()
+    with suppress(PolylaneError):  # variables of another program's, which a plain script need not heed
+        launch = Launch.of_process() if session.world is None else launch
     if launch.size > 1 and launch.is_first:
         say_at_once(
             f"{launch.size} processes without a plan train each by itself, the whole script: start them with -m -- "

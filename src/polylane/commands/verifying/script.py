@@ -13,7 +13,7 @@ from polylane.commands import user_inputs as inputs
 from polylane.commands.printing import console, print_json
 from polylane.errors import PolylaneError, clean_text, format_plural
 from polylane.plan.fixed_keys import parse_auto
-from polylane.recipe import REQUIRED
+from polylane.recipe import REQUIRED, prepares_training
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -79,16 +79,13 @@ def is_script(path: str) -> bool:
         tree = ast.parse(Path(path).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return False
-    nodes = list(ast.walk(tree))
-    imported = {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
-    sources = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    if any((name or "").startswith("polylane.integrations.") for name in imported | sources):
+    if prepares_training(tree):
         return True
-    if "polylane" not in imported | sources:
-        return False
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {getattr(node, "module", None) for node in imports}
+    imported = {alias.name for node in imports for alias in node.names}
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)} | imported
-    return "prepare" in read | imported or not defined & set(REQUIRED)
+    return "polylane" in imported | modules and not defined & set(REQUIRED)
 
 
 def run(request: VerifyRequest) -> bool:
