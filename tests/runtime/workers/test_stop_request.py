@@ -239,3 +239,15 @@ def test_the_grace_ends_where_nobody_looks(grace: float) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(10)
     assert str(caught.value) == f"ended by SIGUSR1: no checkpoint was complete within {grace:g} s (--grace)"
+
+
+def test_a_second_ctrl_c_while_the_first_is_received_ends_at_once() -> None:
+    class Interrupted(StopRequest):
+        def set(self, number: int) -> None:
+            super().set(number)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(Stopped), LauncherSignals(Interrupted(waits_for_save=True), 60, print).handled():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGALRM) == before

@@ -159,7 +159,8 @@ class LauncherSignals:
         try:
             yield
         finally:
-            if self._requested_at is not None:
+            # A second signal may come while the first is received, before the time for it has begun.
+            if self._alarm_before is not None:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, self._alarm_before)
             for number, handler in old_handlers.items():
