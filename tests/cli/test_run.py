@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from polylane.commands.verifying.printed_lines import ChangingNumbers, PrintedFloors, Tolerance, compare_lines
 from polylane.commands.verifying.script import is_script
 from tests.cli.tiny_recipe import FILES, RECIPE, alive, call, execute, metrics, start, wait_for
+from tests.support.workers import forked_commands
 
 SCRIPT = """
 import argparse, os, sys
@@ -201,6 +203,29 @@ def test_a_signal_ends_a_script_that_saves_with_the_code_of_a_batch_system(
         assert process.returncode == code, err
         assert re.search(rf"{number.name}: ended after \d+ steps, with a checkpoint: resume with --resume auto", err)
         assert ("resumes from" in err) == is_resumed
+
+
+def test_workers_of_torchrun_save_and_resume_a_script(scripts: Path) -> None:
+    """Rank 0 alone looks at the run's folder, and all of them save into it."""
+    (scripts / "short.py").write_text(
+        "import sys, torch, polylane\nfrom torch import nn\n"
+        "torch.manual_seed(0)\nmodel = nn.Linear(4, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "loader = torch.utils.data.DataLoader(torch.randn(16, 4), batch_size=8)\n"
+        "model, optimizer, loader = polylane.prepare(model, optimizer, loader)\n"
+        "for epoch in polylane.epochs(range(int(sys.argv[1]))):\n"
+        "    for x in loader:\n"
+        "        optimizer.zero_grad()\n        loss = model(x).square().mean()\n"
+        "        loss.backward()\n        optimizer.step()\n"
+        "    print('epoch', epoch, flush=True)\n"
+    )
+    line = "run short.py --plan data=2 --save-every 1 --resume auto --run run/short -- "
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--", "polylane"]
+    # The last checkpoint of the first run is that of the end of its last pass, before that is printed.
+    for epochs, printed in ((2, ["epoch 0", "epoch 1"]), (3, ["epoch 1", "epoch 2"])):
+        done = forked_commands.run([*torchrun, *line.split(), str(epochs)], cwd=scripts)
+        assert done.returncode == 0, done.stderr
+        assert [said for said in done.stdout.splitlines() if said.startswith("epoch")] == printed
 
 
 def test_a_scripts_own_exit_code_is_no_signal(scripts: Path) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from polylane.commands.requests import FolderRequest, TrainRequest
     from polylane.plan.plan import AnyPlan, Plan
     from polylane.runtime.checkpoint.save import Position
+    from polylane.runtime.workers.world import World
 
 R = TypeVar("R", bound="FolderRequest")
 
@@ -118,6 +119,18 @@ def _refuse_to_mix(own: CheckpointStore, folder: Path, run_folder: Path) -> None
             f"--run {run_folder}: has checkpoints of another run, or later ones, up to step {steps[-1][0]}, which "
             f"would be mixed with those that follow {folder}: choose another folder for --run, or move {own.root} away"
         )
+
+
+def share_checkpoints(request: R, world: World) -> R:
+    """Return a request with the checkpoints that rank 0 has found, which alone looks at the run's folder; collective.
+
+    Args:
+        request: the options of a launcher's worker.
+        world: this worker among all workers.
+    """
+    paths = (str(request.resume_from or ""), str(request.checkpoints or ""))
+    resumed, checkpoints = (Path(path) if path else None for path in world.all_gather_object(paths)[0])
+    return replace(request, resume_from=resumed, checkpoints=checkpoints)
 
 
 def resume_from(request: R, folder: Path) -> R:

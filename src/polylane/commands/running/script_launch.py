@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from polylane.commands.running.launch import HostLaunch, JoinedTraining, train_with_restarts
 from polylane.commands.running.reporter import Reporter, watching
+from polylane.commands.running.resume import share_checkpoints
 from polylane.errors import WorkerFailed
 from polylane.output import say_at_once
 
@@ -69,7 +70,7 @@ class JoinedScript(JoinedTraining):
         from polylane.commands.running.script_worker import run_in_session, silence
 
         silence(world.rank, None)
-        end = run_in_session(request, world, self._tell)
+        end = run_in_session(share_checkpoints(request, world), world, self._tell)
         self.end_watch()
         return end
 

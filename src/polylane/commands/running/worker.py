@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from polylane.auto.plan_broadcast import compile_on_all_ranks
@@ -15,7 +14,7 @@ from polylane.commands.logs.step_log import Tell, TrainingOutcome
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.fewer_workers import gather_saved_plan, plan_for_started
 from polylane.commands.running.recipe_training import RecipeTraining, check_last_batch, load_materials
-from polylane.commands.running.resume import NothingLeft
+from polylane.commands.running.resume import NothingLeft, share_checkpoints
 from polylane.commands.running.resumed_microbatches import keep_microbatches
 from polylane.commands.running.training_loop import RecipeLoop
 from polylane.compile.compiled_training import CompiledTraining
@@ -107,10 +106,7 @@ def compile_together(request: TrainRequest, world: World) -> TrainingWorker:
         request: what is to be trained, and how; a plan that is to be searched is found for the workers that are here.
         world: this worker among all workers.
     """
-    # What was found on rank 0, which alone looks at the run's folder.
-    paths = (str(request.resume_from or ""), str(request.checkpoints or ""))
-    resume_from, checkpoints = (Path(path) if path else None for path in world.all_gather_object(paths)[0])
-    request = replace(request, resume_from=resume_from, checkpoints=checkpoints)
+    request = share_checkpoints(request, world)
     training = load_materials(request)
     training = replace(training, problem=replace(training.problem, device=world.accelerator))
     plan = plan_for_started(world, training.problem, request)
