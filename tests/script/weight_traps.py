@@ -130,4 +130,31 @@ def look_around(prepare: Prepare) -> list[float]:
     return numbers + sums_of(model)
 
 
-WEIGHT_TRAPS = {loop.__name__: Trap(loop) for loop in (write_views, weigh_by_results, look_around)}
+def _step_first(model: Any, prepare: Prepare) -> list[float]:
+    _, _, loader = build(build_layers)
+    model, optimizer, loader = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    numbers = list[float]()
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.backward()
+        numbers.append(loss.item())
+    return numbers + sums_of(model)
+
+
+def step_before_backward(prepare: Prepare) -> list[float]:
+    """`optimizer.step()` between the loss and its `backward()`, as where the lines of a step are in a wrong order"""
+    return _step_first(build(build_layers)[0], prepare)
+
+
+def step_linear_before_backward(prepare: Prepare) -> list[float]:
+    """the same, of a model whose gradients are computed without its weights: a single linear layer"""
+    torch.manual_seed(0)
+    return _step_first(nn.Linear(4, 3).double(), prepare)
+
+
+WEIGHT_TRAPS = {
+    **{loop.__name__: Trap(loop) for loop in (write_views, weigh_by_results, look_around, step_linear_before_backward)},
+    "step_before_backward": Trap(step_before_backward, "is differentiated after the optimizer's step()"),
+}

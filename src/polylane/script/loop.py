@@ -85,8 +85,7 @@ class TrainingLoop:
         batch_dim: BatchDim | None = None,
         progress: LoopObserver | None = None,
     ) -> None:
-        self.progress = progress
-        self._models = list(models)
+        self.progress, self._models = progress, list(models)
         self.by_hand = dict[torch.optim.Optimizer, ScriptUpdates]()
         owners = {id(parameter): number for number, model in enumerate(models) for parameter in model.parameters()}
         for optimizer in optimizers:
@@ -222,12 +221,8 @@ class TrainingLoop:
                 "which there are views: use the function that returns a new tensor"
             )
         result: Any = self._record(on_copy(func), args, kwargs)
-        target.call, target.position, target.metadata, target.form = (
-            result.call,
-            result.position,
-            result.metadata,
-            result.form,
-        )
+        target.call, target.position = result.call, result.position
+        target.metadata, target.form = result.metadata, result.form
         result.call.live[result.position] = weakref.ref(target)
         return target
 
@@ -300,8 +295,7 @@ class TrainingLoop:
                 "backward(gradient, create_graph, inputs): a prepared script calls backward() of a scalar loss alone: "
                 "weigh the losses, and add them up before"
             )
-        result = Result(root.call, root.position)
-        if not result.is_loss:
+        if not (result := Result(root.call, root.position)).is_loss:
             raise RuntimeError("backward() can be called on a scalar loss that depends on parameters")
         with self.runner.running():  # once, for guards are taken off and put on again
             run = self._run_of(result)
@@ -323,7 +317,10 @@ class TrainingLoop:
     def _run_of(self, loss: Result) -> TapeRun:
         """Return the run of a loss, which is made now if there is none."""
         run, position = loss.call.runs.get(loss.position, (None, None))
-        return self.runner.run_loss(loss) if run is None or position is not None else cast(TapeRun, run)
+        if run is None or position is not None:
+            return self.runner.run_loss(loss)
+        self.runner.updates.refuse_stepped(loss, line_of_script())
+        return cast(TapeRun, run)
 
     @collective("torch.autograd.grad")
     def _answer_gradients(self, question: AskedGradients) -> tuple[Tensor | None, ...]:

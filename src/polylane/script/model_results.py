@@ -7,13 +7,14 @@ them, with zeros for what is not known: its weights, and what is still to be com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -28,6 +29,7 @@ from polylane.graph.python_state.forward_hooks import (
     list_tensors,
 )
 from polylane.graph.python_state.random_generators import generators_kept
+from polylane.graph.python_state.saved_tensor_hooks import torch_func_allowed
 from polylane.runtime.stale_weights import allow_own_calls
 from polylane.script.deferred import DeferredTensor, Spec, unflatten_arguments
 from polylane.script.model_state.touched_state import StateStamp, TouchedState
@@ -248,7 +250,8 @@ class ModelResults:
             with allow_own_calls():
                 return functional_call(called, tensors, tuple(args), dict(kwargs))
 
-        result = call()
+        with _saved_memory() as saved:
+            result = call()
         changed_python = (new_stamp := StateStamp(model)).list_changed(stamp)
         used = {name for name, tensor in tensors.items() if id(tensor) in self._watch.used_ids}
         moved = {name for name, tensor in tensors.items() if id(tensor) in self._watch.written_ids}
@@ -270,7 +273,8 @@ class ModelResults:
             frozenset(name.removeprefix("model.") for name in names) & buffers
             for names in (used, written | {f"model.{name}" for name in called.replaced_buffers})
         )
-        self.touched = TouchedState(read_names, written_names, changed_python)
+        saves_weights = any(t.requires_grad and t.untyped_storage()._cdata in saved for t in tensors.values())
+        self.touched = TouchedState(read_names, written_names, changed_python, saves_weights)
         return result
 
     def list_assigned(self, target: ModelCall) -> tuple[Attribute, ...]:
@@ -280,6 +284,19 @@ class ModelResults:
     def _without_values(self, tensor: Tensor) -> Tensor:
         fake: Tensor = self._mode.from_tensor(tensor.detach())
         return fake.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _saved_memory() -> Iterator[set[int]]:
+    """Context manager: the storages of what autograd saves for backward passes, views of parameters among it."""
+    saved = set[int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    with torch_func_allowed(), saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
 
 
 def _succeeds(call: Callable[[], Any], setting: AbstractContextManager[None]) -> bool:

@@ -380,7 +380,7 @@ class TapeRunner:
         self.pending.settle_models(self._optimizers[optimizer])
         with self.running():
             self._training.step(optimizer)
-        self.updates.record(self._optimizers[optimizer])
+        self.updates.record_step(self._optimizers[optimizer])
         self.end_step(optimizer)
         self.live.forget_dead()
 

@@ -23,11 +23,13 @@ class TouchedState(NamedTuple):
         read_buffers: names in the model of the buffers that it computes with.
         written_buffers: names of those that it writes.
         python: by owner and name, labels of what it changes in Python each time: counters, lists, kept tensors.
+        saves_weights: whether its backward pass computes with weights that are trained, as they are now.
     """
 
     read_buffers: frozenset[str] = frozenset()
     written_buffers: frozenset[str] = frozenset()
     python: Mapping[Attribute, str] = {}
+    saves_weights: bool = False
 
     @property
     def is_written(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from polylane.errors import PolylaneError
 from polylane.runtime.step_result import StepResult
-from polylane.script.recorded_calls import RecordedCall
+from polylane.script.recorded_calls import RecordedCall, Result
 from polylane.script.role import ScriptJob
 
 
@@ -39,12 +39,18 @@ class Updates:
 
     def __init__(self, numbers: Mapping[str, int]) -> None:
         self.count = 0
-        self._numbers, self._latest = dict(numbers), dict[int, int]()  # by model, the number of its last update
+        # By model, the numbers of its last update, and of its last step of an optimizer.
+        self._numbers, self._latest, self._steps = dict(numbers), dict[int, int](), dict[int, int]()
 
     def record(self, models: Iterable[int]) -> None:
-        """Record an optimizer step on the weights of models, or a write of them."""
+        """Record a change of the weights of models."""
         self.count += 1
         self._latest |= dict.fromkeys(models, self.count)
+
+    def record_step(self, models: Iterable[int]) -> None:
+        """Record an optimizer step on the weights of models."""
+        self.record(models := list(models))
+        self._steps |= dict.fromkeys(models, self.count)
 
     def record_write(self, name: str) -> None:
         """Record that the script has written a parameter, by its name among those of all models."""
@@ -63,6 +69,32 @@ class Updates:
                 _refuse(call, "its optimizer's step(), or a write of its weights, which are others by now")
             if call.is_outdated:
                 _refuse(call, "a write of its buffers or attributes, which are others by now")
+
+    def refuse_stepped(self, loss: Result, line: str) -> None:
+        """Refuse to differentiate a loss after a step that has changed what autograd has saved for that.
+
+        Args:
+            loss: whose passes were run before the step.
+            line: of the script, where it differentiates.
+
+        Raises:
+            PolylaneError: autograd has saved weights of a model that was stepped since its call.
+        """
+        stack, numbers = [loss.call], set[int]()
+        while stack:
+            call = stack.pop()
+            if call.number in numbers:
+                continue
+            numbers.add(call.number)
+            stack += [result.call for result in call.arguments]
+            if call.target is None or self._steps.get(call.model, 0) <= call.updates:
+                continue
+            if call.is_parameter or call.touched.saves_weights:
+                raise PolylaneError(
+                    f"{line}: the loss of the model's call in {call.line} is differentiated after the optimizer's "
+                    "step(), by which a variable needed for gradient computation has been modified: call backward() "
+                    "before step()"
+                )
 
 
 def _refuse(call: RecordedCall, event: str) -> NoReturn:
