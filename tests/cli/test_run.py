@@ -12,6 +12,8 @@ import pytest
 
 from polylane.commands.verifying.printed_lines import ChangingNumbers, PrintedFloors, Tolerance, compare_lines
 from polylane.commands.verifying.script import is_script
+from polylane.commands.why import read_report
+from polylane.errors import PolylaneError
 from tests.cli.tiny_recipe import FILES, RECIPE, alive, call, execute, metrics, start, wait_for
 from tests.support.workers import forked_commands
 
@@ -203,6 +205,8 @@ def test_a_signal_ends_a_script_that_saves_with_the_code_of_a_batch_system(
         assert process.returncode == code, err
         assert re.search(rf"{number.name}: ended after \d+ steps, with a checkpoint: resume with --resume auto", err)
         assert ("resumes from" in err) == is_resumed
+    with pytest.raises(PolylaneError, match=f"has no report: it was ended by {number.name}, and none of its workers"):
+        read_report(scripts / f"run/long-{code}")
 
 
 def test_workers_of_torchrun_save_and_resume_a_script(scripts: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from polylane.commands.logs.file_names import RUN
+from polylane.commands.logs.file_names import TIMELINE
 from polylane.commands.reporting.page_data import describe_state
 from polylane.commands.reporting.page_verdict import find_verdict
 from polylane.commands.reporting.run_files import read_run
@@ -143,7 +143,7 @@ def test_of_a_run_without_a_report_it_is_told_how_it_is(tmp_path: Path) -> None:
     said.append(str(refused.value))
     assert "it is running, and none of its workers has hung or failed" in said[0]
     assert "it was ended before its training was done, by a signal" in said[1]
-    (tmp_path / "x" / RUN).unlink()  # as of a script, which has no weights of its own either
+    (tmp_path / "x" / TIMELINE).write_text("{}")  # as of a run that has ended well
     with pytest.raises(PolylaneError, match="has no report: none of its workers hung or failed"):
         read_report(tmp_path / "x")
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from polylane.commands.why import read_report
+from polylane.errors import PolylaneError
 from tests.support.workers import child_processes, forked_commands
 
 RECIPE = """
@@ -170,6 +172,8 @@ def test_a_signal_without_checkpoints(folder: Path, number: signal.Signals, code
     _, err = process.communicate(timeout=10)
     kept = "run/x/ keeps what was written so far, no weights among it: no checkpoints were requested"
     assert (process.returncode, err) == (code, f"polylane: ended by {number.name}: {kept}\n")
+    with pytest.raises(PolylaneError, match=f"has no report: it was ended by {number.name}, and none of its workers"):
+        read_report(folder / "run/x")
 
 
 @pytest.mark.parametrize("training", [("--max-restarts", "1")], indirect=True)

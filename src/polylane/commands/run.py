@@ -54,6 +54,10 @@ def run(request: RunRequest) -> None:
                 )
         with script.explain_end(), open_reporter(folder, NoLines(), request, launch.is_first) as reporter:
             end = script.start(request, workers, reporter)
+            # What ends the script where it has saved.
+            is_ended = stop.is_set() and request.saves_checkpoints and end.code == 128 + stop.number
+            if is_ended or stop.number == signal.SIGINT:
+                reporter.note_signal(stop.number)
         if launch.is_first and end.outcome is not None:
             _finish_files(folder, end.outcome, reporter.judge(end.outcome), request.script)
     if stop.number == signal.SIGINT:
@@ -64,9 +68,7 @@ def run(request: RunRequest) -> None:
             f"{request.script} ended without a call of polylane.prepare, and {copies}: prepare the model and the "
             "optimizer, see docs/how-to/scripts.md, or run it with python"
         )
-    if (
-        stop.is_set() and end.code == 128 + stop.number and request.saves_checkpoints
-    ):  # what ends the script where it has saved
+    if is_ended:
         if launch.is_first:
             steps = format_plural(0 if end.outcome is None else end.outcome.steps, "step")
             name = signal.Signals(stop.number).name

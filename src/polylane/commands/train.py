@@ -74,6 +74,8 @@ def run(request: TrainRequest) -> None:
 
                 # 5. Start.
                 outcome = training.start()
+                if outcome.ended_early:
+                    reporter.note_signal(stop.number)
             if launch.is_first:
                 finish_run(request, folder, outcome, reporter.judge(outcome))
             else:

@@ -7,9 +7,11 @@ import os
 import stat
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from polylane.commands.logs.file_names import METRICS, MODEL, RUN, UNFINISHED, WHY, find_folder
+from polylane.commands.logs.file_names import GOODPUT, METRICS, TIMELINE, UNFINISHED, WHY, find_folder
+from polylane.commands.logs.metrics_file import read_json
 from polylane.commands.printing import console, format_duration, make_table, print_json, print_table, write_text
 from polylane.commands.reporting.run_files import is_claimed
 from polylane.commands.requests import WhyRequest
@@ -86,11 +88,21 @@ def _describe_lack(run: Path) -> str:
         return "is no folder"
     if is_claimed(run):
         return "has no report: it is running, and none of its workers has hung or failed"
-    # A run of a script has neither options nor weights of its own.
-    has = {name: os.path.isfile(find_folder(run) / name) for name in (METRICS, MODEL, RUN)}
-    if has[METRICS] and has[RUN] and not has[MODEL]:
-        return "has no report: it was ended before its training was done, by a signal such as that of Ctrl-C or kill"
+    folder = find_folder(run)
+    if ended_by := _find_signal(folder):
+        return f"has no report: it was ended by {ended_by}, and none of its workers hung or failed"
+    # A run that comes to its end writes its timeline then.
+    if os.path.isfile(folder / METRICS) and not os.path.isfile(folder / TIMELINE):
+        return "has no report: it was ended before its training was done, by a signal such as that of kill -9"
     return "has no report: none of its workers hung or failed"
+
+
+def _find_signal(folder: Path) -> str:
+    """Return the name of the signal that has ended a run's last attempt; "" where none has, or that is not known."""
+    with suppress(LookupError, TypeError):  # a file that somebody edited, or an earlier version wrote
+        name = (read_json(folder / GOODPUT) or {})["attempts"][-1]["ended_by"]
+        return _printable(str(name))
+    return ""
 
 
 def _is_file(path: Path) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -62,6 +63,7 @@ class Attempt:
         resumed_at: step of the checkpoint that it went on from; None: it began.
         last_step: number of the last step that it has made.
         seconds: of its time, by cause.
+        ended_by: name of the signal that has ended it, such as SIGTERM; "" where none has.
     """
 
     began: float
@@ -71,6 +73,7 @@ class Attempt:
     resumed_at: int | None
     last_step: int
     seconds: dict[str, float] = field(default_factory=dict)
+    ended_by: str = ""
 
     @property
     def steps(self) -> int:
@@ -117,7 +120,7 @@ class GoodputLedger:
             # A file that somebody edited, or an earlier version wrote, says nothing of the attempts before.
             with suppress(LookupError, TypeError):
                 self._attempts = [
-                    Attempt(**{field.name: record[field.name] for field in fields(Attempt)})
+                    Attempt(**{field.name: record[field.name] for field in fields(Attempt) if field.name in record})
                     for record in earlier["attempts"]
                 ]
         began, self._began = self._began, moment
@@ -129,6 +132,11 @@ class GoodputLedger:
     def has_begun(self) -> bool:
         """Whether there is an attempt."""
         return bool(self._attempts)
+
+    def note_signal(self, number: int) -> None:
+        """Note that a signal has ended the latest attempt."""
+        if self._attempts:
+            self._attempts[-1].ended_by = signal.Signals(number).name
 
     def note_step(self, step: int) -> None:
         """Note that a step was made, after which nothing more may be heard of the attempt.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields
@@ -17,6 +18,7 @@ from polylane.errors import PolylaneError, WorkerFailed, WorkerHung
 from polylane.loggers.libraries import open_loggers
 from polylane.loggers.logger import LoggerGroup, RunFacts
 from polylane.output import say_at_once
+from polylane.runtime.workers.stop_request import Stopped
 
 if TYPE_CHECKING:
     from polylane.commands.logs.step_log import TrainingOutcome
@@ -108,6 +110,10 @@ class Reporter:
         self._place.write(GOODPUT, goodput)
         return goodput
 
+    def note_signal(self, number: int) -> None:
+        """Note that a signal has ended the run."""
+        self._ledger.note_signal(number)
+
     def pause(self) -> None:
         """Take the progress off the screen: workers are forked again, and a bar has a thread, as loggers have."""
         self._display.close()
@@ -125,6 +131,8 @@ class Reporter:
         self._display.close()
         self._loggers.end()
         self._place.close()
+        if isinstance(error, Stopped | KeyboardInterrupt):
+            self.note_signal(error.number if isinstance(error, Stopped) else signal.SIGINT)
         # The exception that ended the run matters more than a file that cannot be written.
         with nullcontext() if error is None else suppress(PolylaneError):
             if self._ledger.has_begun:
