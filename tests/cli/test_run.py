@@ -146,6 +146,15 @@ def test_an_optimizer_that_was_not_prepared_is_named_once(scripts: Path) -> None
     assert len(re.findall(r"tiny_script.py:\d+: every worker makes all of this SGD's update", err)) == 1
 
 
+def test_a_script_without_a_prepared_optimizer_ends_with_its_audit_and_page(scripts: Path) -> None:
+    """Its step ends where it first writes a weight after backward()."""
+    line = "run tiny_script.py --workers 2 --run run/forgotten -- --fault forgotten --epochs 3"
+    _, err = execute(scripts, line)
+    assert re.search(r"polylane: 3 steps; audited at 1 step: the same numbers.*; run/forgotten/: ", err)
+    steps, _ = metrics(scripts / "run/forgotten")
+    assert [step["step"] for step in steps] == [1, 2, 3] and {step["learning_rate"] for step in steps} == {None}
+
+
 def test_an_exception_is_shown_once_from_the_line_of_the_script_on(scripts: Path) -> None:
     _, err = execute(scripts, "run tiny_script.py --workers 2 -- --fault raise", code=1)
     assert err.count("Traceback") == 1 and "failed" in err

@@ -37,6 +37,31 @@ def test_a_refusal_names_a_line_of_the_script(tmp_path: Path, sentence: str, exp
     assert str(raised.value).removeprefix(f"{tmp_path}/") == expected
 
 
+GROUPS = {
+    "dist.init_process_group('gloo')": "environment variable RANK expected, but not set",
+    "rank = dist.get_rank()": "has not been initialized",
+    "nn.parallel.DistributedDataParallel(nn.Linear(2, 1))": "has not been initialized",
+    "torch.utils.data.DistributedSampler([1, 2])": "has not been initialized",
+}
+
+
+@pytest.mark.parametrize("line", GROUPS)
+def test_lines_of_a_script_for_several_processes_are_named_with_what_to_take_out(tmp_path: Path, line: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import torch\nimport torch.distributed as dist\nfrom torch import nn\n{line}\n")
+    with pytest.raises(PolylaneError) as raised, running_session(ScriptSession()):
+        runpy.run_path(str(script), run_name="__main__")
+    assert str(raised.value).startswith(f"{script}:4: ") and GROUPS[line] in str(raised.value)
+    assert "take out init_process_group" in str(raised.value)
+
+
+def test_other_errors_of_a_script_stay_what_they_are(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise ValueError('the process group of the script')\n")
+    with pytest.raises(ValueError, match="of the script"), running_session(ScriptSession()):
+        runpy.run_path(str(script), run_name="__main__")
+
+
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
 

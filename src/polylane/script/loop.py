@@ -95,7 +95,7 @@ class TrainingLoop:
                     "models that are trained, and put a parameter of the script's own into one (nn.ParameterList([p]))"
                 )
             if needs_closure(optimizer):
-                self.by_hand[optimizer] = ScriptUpdates(_parameters_of(optimizer))
+                self.by_hand[optimizer] = ScriptUpdates(_parameters_of(optimizer), is_for_closure=True)
             take_over(optimizer, self, optimizer in self.by_hand)
         names = {id(parameter): name for name, parameter in Models(models).named_parameters()}
         self._names = {o: [names[id(p)] for p in _parameters_of(o)] for o in optimizers}
@@ -109,7 +109,7 @@ class TrainingLoop:
             optimizers,
             self._defer_parameter,
             self._value_of,
-            self.runner.updates.record_write,
+            self.runner.note_write,
             world,
             self.runner.pending,
         )

@@ -129,8 +129,29 @@ def running_session(session: ScriptSession) -> Iterator[None]:
         if isinstance(cause, PolylaneError):
             _name_line(cause, error)
         raise
+    except (RuntimeError, ValueError) as error:  # of which torch raises one for a group that is there, or is not
+        if (refusal := _explain_process_group(error)) is not None:
+            raise refusal from None
+        raise
     finally:
         _sessions.remove(session)
+
+
+def _explain_process_group(error: Exception) -> PolylaneError | None:
+    """Return what to do where the script's own torch.distributed has no group, or a second one; None of others."""
+    stack = [Frame(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(error.__traceback__)]
+    positions = [position for position, frame in enumerate(stack) if frame.is_users]
+    if not positions or not re.search("environment variable|process group|initializ", str(error)):
+        return None
+    at = positions[-1]
+    if not any(re.search(r"/torch/(distributed|nn/parallel|utils/data)/", frame.file) for frame in stack[at + 1 :]):
+        return None
+    reason = " ".join(str(error).split()).rstrip(".!")
+    return PolylaneError(
+        f"{stack[at].file}:{stack[at].line}: {reason}; the workers of a prepared script are started and connected for "
+        "it: take out init_process_group, and what needs it (DistributedDataParallel, DistributedSampler, ranks, "
+        "all_reduce), so that the script is that of one device"
+    )
 
 
 def _name_line(error: PolylaneError, raised: Exception) -> None:

@@ -195,7 +195,6 @@ class TapeRunner:
 
     def read_parameter(self, call: RecordedCall) -> Tensor:
         """Return the value of a parameter that a call takes, whole; collective where workers hold parts."""
-        assert call.target is not None
         assert self.parameters is not None
         self.updates.refuse_late([call])
         with self.running():
@@ -391,3 +390,10 @@ class TapeRunner:
         self._results = []
         self._counts[optimizer] += 1
         self.steps = max(self._counts.values())
+
+    def note_write(self, name: str) -> None:
+        """Note that the script has written a parameter, which ends the step of a loop that has no optimizer."""
+        self.updates.record_write(name)
+        optimizer, *others = self._optimizers
+        if self._results and not others and isinstance(optimizer, ScriptUpdates) and not optimizer.is_for_closure:
+            self.end_step(optimizer)

@@ -18,6 +18,7 @@ from polylane.runtime.step_result import StepResult
 from polylane.runtime.telemetry.matmul_rate import measure_matmul_rate
 from polylane.runtime.telemetry.noise_reading import NoiseReading
 from polylane.runtime.telemetry.worker_facts import WorkerFacts
+from polylane.script.model_state.updates import ScriptUpdates
 from polylane.script.role import ScriptJob
 
 
@@ -111,7 +112,7 @@ class ScriptLog:
             optimizer: the optimizer that has stepped.
         """
         assert self._log is not None
-        rate = optimizer.param_groups[0].get("lr")
+        rate = None if isinstance(optimizer, ScriptUpdates) else optimizer.param_groups[0].get("lr")
         self._log.add(AccumulatedStep(tuple(results)), None, [] if rate is None else [float(rate)])
         self._phases.note_step(self._log.launched)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 import torch
+from torch import nn
 
 from polylane.errors import PolylaneError
 from polylane.runtime.step_result import StepResult
@@ -14,7 +15,16 @@ from polylane.script.role import ScriptJob
 
 
 class ScriptUpdates(torch.optim.SGD):
-    """Stands for a script's own updates of the weights in the training that a plan is compiled for; never steps."""
+    """Stands for a script's own updates of the weights in the training that a plan is compiled for; never steps.
+
+    Args:
+        parameters: what the script updates.
+        is_for_closure: whether an optimizer that steps by itself makes them, which says where its step ends.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], is_for_closure: bool = False) -> None:
+        super().__init__(parameters)
+        self.is_for_closure = is_for_closure
 
 
 class StepRecorder(Protocol):
