@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -101,10 +102,27 @@ def test_a_script_prints_what_it_prints_alone(scripts: Path) -> None:
     assert execute(scripts, line)[0] == plain
     assert {file.name for file in scripts.glob("rank-*")} == {"rank-None", "rank-0", "rank-1"}
     run = scripts / "run/two"
-    assert {file.name for file in run.iterdir()} == FILES - {"model.safetensors", "run.json", "predicted.json"}
+    assert {file.name for file in run.iterdir()} == FILES - {"model.safetensors", "run.json"}
     steps, _ = metrics(run)
     assert [step["step"] for step in steps] == [1, 2] and {step["learning_rate"] for step in steps} == {0.1}
     assert f"epoch 1: loss {steps[1]['loss']:.9f}" in plain
+
+
+def test_a_script_that_is_slower_on_two_workers_is_told_so_at_its_end(scripts: Path) -> None:
+    """A step of a few microseconds, which no split makes faster: its speed, what was predicted, and what to do."""
+    _, err = execute(scripts, "run tiny_script.py --plan tensor=2 --run run/slow -- --epochs 12")
+    said = re.search(
+        r"([\d.e-]+) times the speed of one device, on 2 workers \((\S+) ms a step, (\S+) ms predicted\)", err
+    )
+    assert said is not None and float(said.group(1)) < 1, err
+    *_, advice = err.splitlines()
+    assert re.match(
+        "polylane: one worker is likely to be faster, with .* ms a step predicted: leave out --plan", advice
+    )
+    apart = "a step takes .* times what was predicted: other programs keep this machine busy, or the step is so short"
+    assert float(said.group(2)) > 3 * float(said.group(3)) and re.search(apart, err)
+    goodput = json.loads((scripts / "run/slow/goodput.json").read_text())
+    assert len(goodput["advice"]) == 2 and goodput["verdict"] in err
 
 
 def test_a_script_logs_its_gradient_noise(scripts: Path) -> None:

@@ -67,7 +67,9 @@ def _make_goodput(steps: int, replicas: int, ranks: int) -> dict[str, Any]:
         {"began": 1.7e9 + 60, "plan": f"data={replicas},pipeline=2", "workers": ranks, "resumed_at": steps // 2},
     ]
     causes = {"computing": 60.0, "bubble": 22.0, "waiting": 12.0, "start": 5.0, "redone steps": 1.0}
-    verdict = f"2.9 times the speed of one device on {ranks}; 61% computing, 22% bubble, 12% waiting for rank 3"
+    verdict = (
+        f"2.9 times the speed of one device, on {ranks} workers; 61% computing, 22% bubble, 12% waiting for rank 3"
+    )
     sums = {"wall_seconds": 100.0, "useful_seconds": 60.0, "share": 0.6, "seconds": causes}
     return {"attempts": attempts, **sums, "verdict": verdict}
 

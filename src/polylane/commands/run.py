@@ -84,7 +84,8 @@ def _finish_files(folder: RunFolder, outcome: TrainingOutcome, goodput: Mapping[
     folder.finish()
     files = ", ".join(Path(file).name for file in folder.files().values())
     parts = [format_plural(outcome.steps, "step"), outcome.audit, goodput["verdict"], f"{folder.path}/: {files}"]
-    say_at_once("; ".join(str(part) for part in parts if part))
+    for sentence in ("; ".join(str(part) for part in parts if part), *goodput["advice"]):
+        say_at_once(sentence)
 
 
 def check_script(path: str) -> None:

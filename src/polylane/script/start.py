@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from polylane.auto.parallelize import compile_for, start_job
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
+from polylane.diagnosis.page_layout import Phase
 from polylane.errors import PolylaneError, format_plural
 from polylane.output import say_at_once
 from polylane.plan.fixed_keys import parse_auto
@@ -31,6 +32,7 @@ from polylane.verify.audit.audit_start import MEMORY_SHARE, describe_rounded_gra
 from polylane.verify.audit.passes_audit import PassesAudit
 from polylane.verify.audit.step_replay import read_rounding
 
+Predict = Callable[[TrainingProblem, CompiledTraining], None]
 AUDIT_COPIES = 6  # of the weights, where a step is computed on whole ones: gathered twice, kept, and gradients
 
 
@@ -68,10 +70,9 @@ def start_script(
     plan: str | AnyPlan,
     batch_dim: BatchDim | None = None,
     audit: AuditMode = "auto",
+    predict: Predict | None = None,
 ) -> tuple[ScriptJob, TapeLayout, PassesAudit]:
-    """Return this worker's job of a script's training, where the tape's inputs have their samples, and audits of it.
-
-    A collective of all workers.
+    """Return this worker's job of a script, where the tape's inputs have their samples, and audits; collective.
 
     Args:
         world: this worker among all workers.
@@ -82,6 +83,7 @@ def start_script(
         plan: a plan in one line, a plan, or "auto".
         batch_dim: what the script says of where its tensors have the samples; None: nothing.
         audit: whether some steps are computed a second time, and what follows from a difference.
+        predict: predicts the training on this worker, while the others wait; None: nobody does.
 
     Raises:
         NotDivided: what the script computes before it calls a model may be why batches are not divided.
@@ -93,30 +95,38 @@ def start_script(
         fixed = parse(plan) if isinstance(plan, str) and parse_auto(plan) is None else plan
         planned_parts = 1 if isinstance(fixed, str) else max(fixed.data, fixed.microbatches or 1)
 
-        def compile_layout(layout: TapeLayout, must_divide: bool = False) -> CompiledTraining:
+        def compile_layout(layout: TapeLayout, must_divide: bool = False) -> tuple[TrainingProblem, CompiledTraining]:
             # Of a batch that is one sample every part computes that one.
             rows = planned_parts if layout == UNDIVIDED else None
             example, device = tape.make_batch(layout, inputs), world.accelerator
             problem = TrainingProblem(
                 models, of_tape, example, rows, device=device, keeps_whole_numbers=True, must_divide=must_divide
             )
-            return compile_for(world, problem, resolve_plan(world, problem, fixed), alone=True)
+            return problem, compile_for(world, problem, resolve_plan(world, problem, fixed), alone=True)
 
         layouts, reads_batches = tape.propose_layouts(inputs, batch_dim), tape.reads_batches
         of_layout = partial(compile_layout, must_divide=len(layouts) > 1 or reads_batches)
         attempts = [(layout, partial(of_layout, layout)) for layout in layouts]
         # Where the samples meet in the loss itself, replicas split the operators of a batch instead.
         plain = [layout for layout in layouts if layout.is_plain]
-        undivided = (*plain, UNDIVIDED) if not reads_batches and (len(layouts) > 1 or not plain) else ()
-        attempts += [(layout, partial(compile_layout, layout)) for layout in undivided]
-        layout, compiled = try_layouts(attempts, planned_parts > 1, tape.line, reads_batches)
+        if not reads_batches and (len(layouts) > 1 or not plain):
+            attempts += [(layout, partial(compile_layout, layout)) for layout in (*plain, UNDIVIDED)]
+        layout, (problem, compiled) = try_layouts(attempts, planned_parts > 1, tape.line, reads_batches)
         _refuse_other_updates(compiled.plan)
+        _predict(predict, world, problem, compiled)
         note = describe_rounded_gradients(compiled.plan) or _why_no_audit(world, models)
         tolerance = read_rounding(compiled, world.device).tolerance
         job = start_job(ScriptJob, world, compiled, "off", example=tape.make_batch(layout, inputs))
     note = next(filter(None, job.worker.exchange(note)), "")  # a worker of a host with less memory counts for all
     say = say_at_once if is_launched() and world.rank == 0 else (lambda sentence: None)  # commands say it at the end
     return job, layout, PassesAudit(audit, job.worker.exchange, str(compiled.plan.spec), tolerance, note, say)
+
+
+def _predict(predict: Predict | None, world: World, problem: TrainingProblem, compiled: CompiledTraining) -> None:
+    """Have a training of several workers predicted on the worker that is asked to."""
+    if predict is not None and compiled.plan.workers > 1:
+        with world.progress.during(Phase.COMPILING):
+            predict(problem, compiled)
 
 
 def _why_no_audit(world: World, models: nn.Module) -> str:

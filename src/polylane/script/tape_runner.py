@@ -119,8 +119,7 @@ class TapeRunner:
         self.optimizers = PreparedOptimizers(
             [optimizer for optimizer in optimizers if not isinstance(optimizer, ScriptUpdates)], self
         )
-        self.is_running = False
-        self.updates = Updates(self.models.numbers)
+        self.is_running, self.updates = False, Updates(self.models.numbers)
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
@@ -327,11 +326,13 @@ class TapeRunner:
         joined = self.tapes.join(tapes)
         gradients = {n: p.grad for n, p in self.models.named_parameters() if p.grad is not None}
         self.models.zero_grad()
-        optimizers = list(self._optimizers)
+        # Of losses and optimizers that take turns no prediction is that of a step.
+        recorder = self.recorder if len(tapes) == len(orders) == 1 else None
+        options: Any = (self._batch_dim, self.audit_mode, None if recorder is None else recorder.predict)
         try:
             with generators_kept():
                 self.job, layout, self.audit = start_script(
-                    self.world, self.models, optimizers, joined, examples, self._plan, self._batch_dim, self.audit_mode
+                    self.world, self.models, list(orders), joined, examples, self._plan, *options
                 )
         except NotDivided:  # another tape is tried
             for name, parameter in self.models.named_parameters():
@@ -394,6 +395,6 @@ class TapeRunner:
     def note_write(self, name: str) -> None:
         """Note that the script has written a parameter, which ends the step of a loop that has no optimizer."""
         self.updates.record_write(name)
-        optimizer, *others = self._optimizers
-        if self._results and not others and isinstance(optimizer, ScriptUpdates) and not optimizer.is_for_closure:
-            self.end_step(optimizer)
+        updates = [o for o in self._optimizers if isinstance(o, ScriptUpdates) and not o.is_for_closure]
+        if self._results and updates:
+            self.end_step(updates[0])

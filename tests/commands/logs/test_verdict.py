@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from polylane.commands.logs.verdict import describe_verdict
+from polylane.commands.logs.verdict import advise_on_speed, describe_verdict
 
 SHARES: dict[str, Any] = {"computing": 0.61, "bubble": 0.22, "waiting": 0.12, "moving": 0.05, "seconds": 0.1}
 
@@ -18,7 +18,7 @@ SHARES: dict[str, Any] = {"computing": 0.61, "bubble": 0.22, "waiting": 0.12, "m
             {"waiting_for": {3: 0.11, 1: 0.01}},
             4,
             0.29,
-            "2.9 times the speed of one device on 4; "
+            "2.9 times the speed of one device, on 4 workers; "
             "61% computing, 22% bubble, 12% waiting for rank 3, 5% moving bytes",
         ),
         (
@@ -31,7 +31,7 @@ SHARES: dict[str, Any] = {"computing": 0.61, "bubble": 0.22, "waiting": 0.12, "m
             {"waiting_for": {0: 0.06, 1: 0.06}, "loading": 0.5},
             2,
             0.06,
-            "1.2 times the speed of one device on 2; "
+            "1.2 times the speed of one device, on 2 workers; "
             "30% computing, 50% waiting for data, 11% bubble, 6% waiting, 2% moving bytes",
         ),
         ({"waiting": 0.0, "moving": 0.0, "bubble": 0.0}, 1, 0.1, "61% computing"),
@@ -43,3 +43,26 @@ def test_a_verdict_in_words(changes: dict[str, Any], workers: int, alone: float 
 
 def test_without_an_observed_step_there_is_none() -> None:
     assert describe_verdict({}, 2, 0.1) == ""
+
+
+def test_a_verdict_has_what_was_predicted_beside_what_was_measured() -> None:
+    assert describe_verdict(SHARES, 2, 0.05, 0.025).startswith(
+        "0.5 times the speed of one device, on 2 workers (100 ms a step, 25 ms predicted); 61% computing"
+    )
+
+
+@pytest.mark.parametrize(
+    ("alone", "predicted", "said"),
+    [
+        (0.05, 0.025, ["a step takes 4 times what was predicted", "one worker is likely to be faster, with 50 ms"]),
+        (0.05, 0.05, ["one worker is likely to be faster"]),
+        (0.15, 0.08, []),
+        (None, None, []),
+    ],
+)
+def test_workers_that_are_slower_than_they_should_be_are_told_what_to_do(
+    alone: float | None, predicted: float | None, said: list[str]
+) -> None:
+    sentences = advise_on_speed(SHARES, 2, alone, predicted)
+    assert len(sentences) == len(said) and all(map(str.startswith, sentences, said))
+    assert advise_on_speed(SHARES, 1, alone, predicted) == advise_on_speed({}, 2, alone, predicted) == []

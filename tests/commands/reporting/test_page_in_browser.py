@@ -53,7 +53,9 @@ def test_a_page_opens_without_a_message_and_fits(run: Path, width: int, scheme: 
             *("A step", "Where the time went", "Loss and metrics", "Speed", "Noise and batch", "Memory and bytes"),
             *("Plan", "Environment"),
         ]
-        assert seen.page.locator(".verdict").text_content().startswith("2.9 times the speed of one device on 4")
+        assert (
+            seen.page.locator(".verdict").text_content().startswith("2.9 times the speed of one device, on 4 workers")
+        )
         assert seen.page.locator("canvas.lanes").count() == 3 and seen.page.locator(".uplot").count() == 7
         assert fits(seen.page)
         check_quiet(seen)

@@ -41,7 +41,7 @@ def test_the_page_has_all_parts_of_a_run(tmp_path: Path) -> None:
     (run,) = data_of(page.read_text())["runs"]
     assert (
         run["state"] == "ended"
-        and run["verdict"].startswith("2.9 times the speed of one device on 4")
+        and run["verdict"].startswith("2.9 times the speed of one device, on 4 workers")
         and run["missing"] == []
     )
     assert [picture["key"] for picture in run["pictures"]] == ["typical", "slowest", "first", "last"]
@@ -181,7 +181,7 @@ def test_a_verdict_of_measured_shares_where_the_run_has_none(tmp_path: Path) -> 
     folder = write_run(tmp_path / "run")
     (folder / "goodput.json").unlink()
     verdict = find_verdict(read_run(folder))
-    assert verdict.startswith("3 times the speed of one device on 4; ") and "% computing" in verdict
+    assert verdict.startswith("3 times the speed of one device, on 4 workers; ") and "% computing" in verdict
 
 
 def test_changes_are_computed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,10 @@ import torch
 from polylane.commands.logs.goodput import PhaseClock
 from polylane.commands.logs.step_columns import StepColumns, find_product_dtype
 from polylane.commands.logs.step_log import StepLog, Tell, TrainingOutcome
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.training_problem import TrainingProblem
 from polylane.graph.graph import Graph
+from polylane.inspection.predicted_run import predict_run
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan_file import dump
 from polylane.runtime.step_result import StepResult
@@ -80,6 +84,15 @@ class ScriptLog:
         self._tell, self._is_resumed = tell, is_resumed
         self._log: StepLog | None = None
         self._job: ScriptJob | None = None
+
+    def predict(self, problem: TrainingProblem, compiled: CompiledTraining) -> None:
+        """Predict the run, and tell it: before the training begins.
+
+        Args:
+            problem: the script's step as the user wrote it.
+            compiled: the same, compiled for the plan.
+        """
+        self._tell({"kind": "predicted", "run": predict_run(problem, compiled, ["polylane", "run", *sys.argv])})
 
     def begin(self, job: ScriptJob, steps: int) -> None:
         """Begin the log, and tell of the plan.

@@ -50,7 +50,7 @@ class StepColumns:
         self._find_graph, self._rate, self._timing = find_graph, device_rate, timing
         self._stall = 0.0
         self.stall_seconds: Callable[[], float] = lambda: 0.0
-        self._sums, self._waits, self._count = defaultdict[str, float](float), defaultdict[int, float](float), 0
+        self._sums, self._waits, self._count = defaultdict[str, float](float), defaultdict[int, float](float), 0.0
 
     def add(self, result: LoggedStep) -> dict[str, Any]:
         """Add an observed step to the means, and return its columns; none where it was not observed."""
@@ -71,7 +71,7 @@ class StepColumns:
             speed = step_flops(graph) * result.samples / max(graph.samples, 1) / seconds
             columns |= {"flops_per_second": speed, "device_share": speed / (self._rate * len(facts))}
         if result.step:  # what the first step takes is no measure of the others
-            self._add_up(columns | {"seconds": seconds})
+            self._add_up(columns | {"seconds": seconds}, facts[0].steps)
         return {name: value for name, value in columns.items() if not (isinstance(value, float) and math.isnan(value))}
 
     def _describe_time(self, result: LoggedStep, facts: Sequence[WorkerFacts], seconds: float) -> dict[str, Any]:
@@ -97,15 +97,16 @@ class StepColumns:
         bubble = max(0.0, 1 - computing - communicating)
         return columns | {"computing": computing, "communicating": communicating, "bubble": bubble}
 
-    def _add_up(self, columns: dict[str, Any]) -> None:
-        self._count += 1
+    def _add_up(self, columns: dict[str, Any], steps: float) -> None:
+        """Add what an observed step says, which stands for the steps since the last observed one."""
+        self._count += steps
         for name in (*SHARES, "communicating", "loading", "seconds"):
-            self._sums[name] += columns.get(name, 0.0)
+            self._sums[name] += steps * columns.get(name, 0.0)
         for rank, share in columns.get("waiting_for", {}).items():
-            self._waits[int(rank)] += share
+            self._waits[int(rank)] += steps * share
 
     def means(self) -> dict[str, Any]:
-        """Return the mean shares of all observed steps but the first, and their mean duration; empty without any."""
+        """Return mean shares and mean duration of all steps but the first, by the observed ones; empty without any."""
         if not self._count:
             return {}
         shares = {name: total / self._count for name, total in self._sums.items() if total}

@@ -1,10 +1,11 @@
-"""Verdict: a run's speed and what its workers did, in one line."""
+"""Verdict: a run's speed and what its workers did, in one line; and what to do where they are slower than one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+FAR_OFF = 3.0  # times what was predicted: worth a sentence
 SMALLEST_SHARE = 0.01  # what is less is not worth a word
 
 # In the order in which they are told, most first, beside computing, which comes first.
@@ -17,8 +18,10 @@ _WORDS = {
 }
 
 
-def describe_verdict(shares: Mapping[str, Any], workers: int, alone: float | None) -> str:
-    """Describe how a run went: ``2.9 times the speed of one device on 4; 61% computing, 12% waiting for rank 3``.
+def describe_verdict(
+    shares: Mapping[str, Any], workers: int, alone: float | None, predicted: float | None = None
+) -> str:
+    """Describe how a run went: ``2.9 times the speed of one device, on 4 workers; 61% computing, 12% waiting``.
 
     The speed is that of the steps without loading.
 
@@ -26,6 +29,7 @@ def describe_verdict(shares: Mapping[str, Any], workers: int, alone: float | Non
         shares: mean shares of observed steps and their mean duration, see :meth:`.StepColumns.means`.
         workers: number of workers that train.
         alone: predicted seconds of a step on one device; None where it is not known, or there is one worker.
+        predicted: predicted seconds of a step of the plan; None where it is not known.
 
     Returns:
         An empty text where no step was observed.
@@ -39,14 +43,45 @@ def describe_verdict(shares: Mapping[str, Any], workers: int, alone: float | Non
     for name, share in sorted(parts.items(), key=lambda part: -part[1]):
         if share >= SMALLEST_SHARE:
             words.append(f"{share:.0%} {_WORDS[name]}{_name_culprit(name, shares)}")
-    # What one device would take to load its samples is not predicted.
-    seconds = shares["seconds"] * busy_share
-    speed = (
-        ""
-        if alone is None or workers == 1 or not seconds
-        else f"{alone / seconds:.2g} times the speed of one device on {workers}; "
-    )
+    seconds, speed = _busy_seconds(shares), ""
+    if alone is not None and workers > 1 and seconds:
+        comparison = "" if not predicted else f" ({_format(seconds)} a step, {_format(predicted)} predicted)"
+        speed = f"{alone / seconds:.2g} times the speed of one device, on {workers} workers{comparison}; "
     return speed + ", ".join(words)
+
+
+def advise_on_speed(shares: Mapping[str, Any], workers: int, alone: float | None, predicted: float | None) -> list[str]:
+    """Return sentences on a run that is slower than it should be: than predicted, or than one device.
+
+    Args:
+        shares: mean shares of observed steps and their mean duration.
+        workers: number of workers that train.
+        alone: predicted seconds of a step on one device; None where it is not known.
+        predicted: predicted seconds of a step of the plan; None where it is not known.
+    """
+    seconds, sentences = _busy_seconds(shares) if shares else 0.0, list[str]()
+    if workers == 1 or not seconds:
+        return sentences
+    if predicted and seconds > FAR_OFF * predicted:
+        sentences.append(
+            f"a step takes {seconds / predicted:.2g} times what was predicted: other programs keep this machine busy, "
+            "or the step is so short that the work between its operators counts, which is not predicted"
+        )
+    if alone is not None and alone < seconds:
+        sentences.append(
+            f"one worker is likely to be faster, with {_format(alone)} a step predicted: leave out --plan and "
+            "--workers, or let each step do more (a larger batch or model)"
+        )
+    return sentences
+
+
+def _busy_seconds(shares: Mapping[str, Any]) -> float:
+    """Return the seconds of a step without loading: what one device would take for that is not predicted."""
+    return float(shares["seconds"]) * (1 - float(shares.get("loading", 0.0)))
+
+
+def _format(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _name_culprit(name: str, shares: Mapping[str, Any]) -> str:

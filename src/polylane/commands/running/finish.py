@@ -143,6 +143,8 @@ def _print_outcome(
     if goodput["verdict"]:
         print_line(goodput["verdict"])
     print_line(describe_goodput(goodput))
+    for sentence in goodput["advice"]:
+        print_line(sentence)
     print_line(f"{folder.path}/: {', '.join(Path(file).name for file in folder.files().values())}")
 
 

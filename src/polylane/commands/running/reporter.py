@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from polylane.commands.logs.file_names import GOODPUT, PREDICTED
 from polylane.commands.logs.goodput import GoodputLedger, find_process_start
-from polylane.commands.logs.verdict import describe_verdict
+from polylane.commands.logs.verdict import advise_on_speed, describe_verdict
 from polylane.commands.progress import Lines
 from polylane.commands.running.run_folder import RunFolder
 from polylane.errors import PolylaneError, WorkerFailed, WorkerHung
@@ -103,10 +103,12 @@ class Reporter:
         self._loggers.log({"epoch_loss": content["train_loss"]}, content["step"], "train")
 
     def judge(self, outcome: TrainingOutcome) -> dict[str, Any]:
-        """Return where the time of the run went, with its verdict in one line, and write it into the folder."""
-        alone = None if self.predicted is None else self.predicted["one_device_seconds"]
+        """Return where the time of the run went, with verdict and advice, and write it into the folder."""
+        predicted = self.predicted or {}
         workers = len(outcome.traffic) - outcome.servers if outcome.traffic else outcome.timeline.ranks
-        goodput = {**self._ledger.to_dict(), "verdict": describe_verdict(outcome.shares, workers, alone)}
+        facts = outcome.shares, workers, predicted.get("one_device_seconds"), predicted.get("step_seconds")
+        judgement = {"verdict": describe_verdict(*facts), "advice": advise_on_speed(*facts)}
+        goodput = {**self._ledger.to_dict(), **judgement}
         self._place.write(GOODPUT, goodput)
         return goodput
 

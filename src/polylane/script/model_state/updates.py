@@ -8,6 +8,8 @@ from typing import NoReturn, Protocol
 import torch
 from torch import nn
 
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.runtime.step_result import StepResult
 from polylane.script.recorded_calls import RecordedCall, Result
@@ -29,6 +31,9 @@ class ScriptUpdates(torch.optim.SGD):
 
 class StepRecorder(Protocol):
     """What keeps the losses and times of a script's steps."""
+
+    def predict(self, problem: TrainingProblem, compiled: CompiledTraining) -> None:
+        """Predict a training whose steps are of one loss and one optimizer, before it begins."""
 
     def begin(self, job: ScriptJob, steps: int) -> None:
         """Take a training that has begun under its plan, after so many steps on whole models."""
