@@ -284,18 +284,18 @@ def record_functions() -> None:
 
     torch does not hand its calls over as those of other functions. Not undone, since the script is that of a worker.
     """
-    plain_apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-    if hasattr(plain_apply, "records"):
+    original = torch.autograd.Function.__dict__["apply"]  # a classmethod, or from torch 2.14 on one in C
+    if hasattr(torch.autograd.Function.apply, "records"):
         return
 
-    @functools.wraps(plain_apply)
+    @functools.wraps(torch.autograd.Function.apply)
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         leaves = [*args, *kwargs.values()]
         if any(isinstance(leaf, DeferredTensor) for leaf in leaves):
             return answer_call(_apply_of(cls), args, kwargs)
         guard = next((guard for leaf in leaves if (guard := guard_of(leaf)) is not None), None)
         if guard is None or guard.reader is None:
-            return plain_apply(cls, *args, **kwargs)
+            return original.__get__(None, cls)(*args, **kwargs)
         return guard.reader.read(_apply_of(cls), args, kwargs)
 
     apply.records = True  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -65,6 +66,15 @@ def shared(model: Normalized, x: Tensor) -> Tensor:
     return model.again(model.inner, model.again(model.inner, model.first(x)))
 
 
+def decorated(model: Normalized, x: Tensor) -> Tensor:
+    inner = checkpoint(use_reentrant=model.reentrant)(model.inner)
+    return inner(model.outer(model.first(x)))
+
+
+RUNS = [one_of_two, nested, on_inputs, unused]
+if inspect.signature(checkpoint).parameters["function"].default is None:  # torch can be told the options first
+    RUNS.append(decorated)
+
 # Moves of outer and inner. An inner call is recomputed in the outer one's recomputation, and again by itself, unless
 # the outer one's has stopped before: it ends where nothing more is asked for.
 TIMES = {
@@ -76,6 +86,8 @@ TIMES = {
     ("on_inputs", True): [1, 1],
     ("unused", False): [1, 1],
     ("unused", True): [1, 1],
+    ("decorated", False): [1, 2],
+    ("decorated", True): [1, 2],
 }
 
 
@@ -100,7 +112,7 @@ def moves(graph: Graph) -> dict[str, tuple[float, int]]:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("run", [one_of_two, nested, on_inputs, unused])
+@pytest.mark.parametrize("run", RUNS)
 def test_statistics_move_as_often_as_torch_moves_them(run: Forward, reentrant: bool) -> None:
     """After one step of the model the count of passes is that of the graph; k moves have momentum 1 - (1 - m)^k."""
     model = Normalized(run, reentrant, norm)

@@ -68,15 +68,15 @@ def group_norm(call: OperatorCall) -> Iterator[Strategy]:
     yield from strategies_by_dimension(call, label_inputs(call, {x.index: samples}), [samples], names={"n": "samples"})
     unit = x.shape[1] // call["num_groups"]
     parts = [(x, 1, unit), (call.outputs[0], 1, unit), *((w, 0, unit) for w in weights)]
-    yield from strategies_in_units(call, "channels", call["num_groups"] if unit else 0, parts, _set_local_groups)
+    groups = call["num_groups"] if unit else 0
+    yield from map(skip_empty_ranks, strategies_in_units(call, "channels", groups, parts, _set_local_groups))
     function = kernels.ShardedGroupNorm(unit * math.prod(x.shape[2:]), call.outputs[0].dtype)
     yield from _over_space(call, function, x.shape[0] * call["num_groups"])
 
 
 def _set_local_groups(edit: RankCall) -> None:
-    # A rank without channels makes an empty call, which still needs a group.
     unit = edit.call["input"].shape[1] // edit.call["num_groups"]
-    edit["num_groups"] = max(edit.output_shard().local_length(edit.index) // unit, 1)
+    edit["num_groups"] = edit.output_shard().local_length(edit.index) // unit
 
 
 def _over_space(call: OperatorCall, function: Any, rows: int) -> Iterator[Strategy]:

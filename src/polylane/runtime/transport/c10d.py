@@ -41,14 +41,11 @@ class _ProcessGroups:
 
     def make_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         """Make a new process group; a collective over the whole world."""
-        is_member = dist.get_rank() in ranks
-        # Processes outside this world (dedicated servers) do not take part, hence local synchronization. Torch names
-        # a group by the number of groups so far: a worker that is not a member makes a group of itself alone, so that
-        # the numbers stay equal at all workers.
-        is_local = self.world.group is not None
-        members = list(ranks) if is_member or not is_local else [dist.get_rank()]
-        group: dist.ProcessGroup = dist.new_group(members, TIMEOUT, backend, use_local_synchronization=is_local)
-        if is_member or is_local:
+        is_member, is_part = dist.get_rank() in ranks, self.world.group is not None
+        group: dist.ProcessGroup = (
+            self.world.new_part_group(ranks, backend) if is_part else dist.new_group(list(ranks), TIMEOUT, backend)
+        )
+        if is_member or is_part:
             self.made.append(group)
         if is_member:
             self.world.authenticate_group(group)

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -32,6 +33,7 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # name of the interface t
 SECRET = "POLYLANE_SECRET"
 
 _started: World | None = None  # this process's world, if another process of this host started it as a worker
+_part_groups = 0  # process groups that this process has made with a part of all processes, the others unaware
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,36 @@ class World:
             return replace(self, size=size, group=None)
         self.authenticate_group(group)
         return replace(self, size=size, group=group, board=None)
+
+    def new_part_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        """Make a process group of some workers; a collective of all workers of this world.
+
+        Processes outside of this world (dedicated servers) do not take part. Torch names a group by the number of
+        groups so far: a worker that is not a member makes a group of itself alone, so that the numbers stay equal at
+        all workers.
+
+        Args:
+            ranks: the members, among the workers of this world.
+            backend: of c10d; None: that of the default group.
+
+        Returns:
+            The group; of this worker alone, if it is no member.
+        """
+        global _part_groups
+        members = list(ranks) if self.rank in ranks else [self.rank]
+        group: dist.ProcessGroup = dist.new_group(members, TIMEOUT, backend, use_local_synchronization=True)
+        _part_groups += 1
+        return group
+
+    def agree_on_group_numbers(self) -> None:
+        """Let all workers count as many process groups; a collective of all workers.
+
+        From torch 2.14 on the groups of a part count where they were made, and the next one of all processes would have
+        a name of its own there: all would wait for each other. Whoever has made fewer makes up for it.
+        """
+        count = max(self.all_gather_object(_part_groups))
+        while _part_groups < count:
+            dist.destroy_process_group(self.new_part_group([self.rank], "gloo"))
 
     def leave(self) -> None:
         """Destroy the process groups that :meth:`join` and :meth:`first_workers` made; idempotent."""

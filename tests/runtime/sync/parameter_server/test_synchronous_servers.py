@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polylane.plan.spec import parse
 from polylane.recipe import Mean
+from polylane.runtime.job import Job
 from tests.support import subsets
 from tests.support.workers.training import (
     Tied,
@@ -94,5 +96,15 @@ def test_groups_of_processes_without_those_that_only_serve(plan: str, monkeypatc
     monkeypatch.setenv("POLYLANE_TRANSPORT", "gloo")
     parts = parse(plan).microbatches or 1
     expected = plainly(mlp(6, 8, 4), BATCHES, microbatches=parts, clip_norm=0.3)
-    for worker in trained_by_servers(mlp(6, 8, 4), f"{plan},dedicated=yes", BATCHES, clip_norm=0.3):
+
+    def count_processes(job: Job) -> int:
+        """In a group that a script of the user's makes, of all processes again."""
+        ones, group = torch.ones(()), dist.new_group(backend="gloo")
+        dist.all_reduce(ones, group=group)
+        dist.destroy_process_group(group)
+        return int(ones)
+
+    plan, options = f"{plan},dedicated=yes", {"clip_norm": 0.3, "after": count_processes}
+    for worker in trained_by_servers(mlp(6, 8, 4), plan, BATCHES, **options):
         assert_same(worker, expected)
+        assert worker.extra == parse(plan).workers + parse(plan).sync.server_count

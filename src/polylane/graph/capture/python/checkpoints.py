@@ -38,7 +38,11 @@ def checkpoints_inlined() -> Iterator[None]:
             with nullcontext() if any(arg.requires_grad for arg in tensors) else torch.no_grad():
                 return function(*args)
 
-    def begin(function: Any, preserve: bool, contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    def begin(function: Any, args: Any, kwargs: Any, *, context_fn: Callable[[], Any], **_: Any) -> Iterator[None]:
+        note()
+        return within(context_fn()[0])
+
+    def begin_2_13(function: Any, keep: bool, contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         note()
         return within(contexts()[0])
 
@@ -48,7 +52,9 @@ def checkpoints_inlined() -> Iterator[None]:
 
     with (
         patch.object(module, "CheckpointFunction", Inlined),
-        patch.object(module, "_checkpoint_without_reentrant_generator", begin),
+        # torch 2.13 has and calls the second alone; later ones call the first.
+        patch.object(module, "_checkpoint_without_reentrant_generator_impl", begin, create=True),
+        patch.object(module, "_checkpoint_without_reentrant_generator", begin_2_13),
     ):
         yield
 

@@ -170,6 +170,7 @@ def open_server_host(world: World, prepared: CompiledTraining, clip_norm: float 
     # Channels carry CPU tensors over gloo, whatever device computes: a group of its own, with the longer timeout.
     device = torch.device("cpu")
     world.connect()
+    world.agree_on_group_numbers()
     group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
     world.authenticate_group(group)
     cpu_world = World(world.rank, world.size, world.local_rank, device, "gloo" if world.size > 1 else None, group=group)
