@@ -275,7 +275,8 @@ MaxRestarts = Annotated[
         "--max-restarts",
         metavar="N",
         min=0,
-        help="Number of times the workers are restarted after one has died. Default: 0, or MAX - MIN of --workers.",
+        help="Number of times the workers are restarted after one has died. Default: 0; of train with "
+        "--workers MIN:MAX, MAX - MIN.",
     ),
 ]
 EarlyStop = Annotated[

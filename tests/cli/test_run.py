@@ -340,7 +340,9 @@ def test_verify_tells_rounding_from_a_difference(scripts: Path) -> None:
     assert "agree in 6 printed numbers and " in out and "no more than rounding explains: 0.0.bias" in out
     out, _ = execute(scripts, "verify tiny_script.py --plan data=2 -- --epochs 3 --eps 1e-30", code=1)
     assert re.search(
-        r"Undecided: .*0.0.bias differs by .*rounding alone changes that by .*: let the script make fewer steps", out
+        r"Undecided: .* and so do two runs .* off by one unit .* By the plan .*0.0.bias differs by \S+ when the script "
+        r"ends; between those two runs it differs by \S+, and 1e-09 would be rounding in float64.* fewer steps",
+        out,
     )
 
 

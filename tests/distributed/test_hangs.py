@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import os
+import re
 import signal
 import sys
 import threading
@@ -256,7 +257,23 @@ def test_a_long_first_step_is_no_hang() -> None:
     said: list[str] = []
     kept, error = watched(work, model, "data=2", said=said)
     assert (kept, error) == ([], None)
-    assert len(said) == 1 and "no hang yet" in said[0]
+    assert len(said) == 1 and "no hang yet: the run ends after 9.5 min" in said[0]
+
+
+@pytest.mark.slow
+def test_workers_that_take_long_in_one_place_are_told_of_at_once() -> None:
+    def work(job: Job, rank: int) -> None:
+        for step in range(6):
+            if step == 4:
+                with job.world.progress.during(Phase.COMPILING):
+                    time.sleep(2.0)
+            job.step(batch_of(8))
+
+    said: list[str] = []
+    kept, error = watched(work, mlp(6, 8, 4), "data=2", said=said)
+    assert (kept, error) == ([], None)
+    assert len(said) == 1, said
+    assert re.search(r"^rank (0|1) .*; so does rank (1|0) \(this takes long, and is no hang yet", said[0])
 
 
 @pytest.mark.slow

@@ -48,7 +48,9 @@ def test_a_script_is_told_who_takes_long_and_raises_who_hangs(tmp_path: Path) ->
     assert start_line.startswith("polylane: 2 workers on "), err
     assert between.startswith("polylane: rank 1 ") and f"after step 5, at <module> (script.py:{line}): " in between
     assert "it is between steps, in your code; rank 0 waits for it in job.step (script.py line " in between
-    assert between.endswith(" (this takes long, and is no hang yet)")
+    assert between.endswith(
+        " (this takes long, and is no hang yet: the run ends after 9.5 min of it (--hang-after, hang_after=))"
+    )
     assert hangs.startswith("polylane: the training hangs: rank 1 ") and "it is stopped" in hangs
     assert out == f"raised: (1,) {hangs.removeprefix('polylane: the training hangs: ')}\n"
 

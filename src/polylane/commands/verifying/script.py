@@ -295,11 +295,13 @@ def _sentence(verdict: ScriptVerdict) -> str:
     allowed = f"worst relative error {verdict.worst:.1e}, {verdict.tolerance:.0e} is allowed in {verdict.precision}"
     if not verdict.passed:
         if verdict.floor > verdict.tolerance:  # of which nothing can be said
-            allowed += (
-                f"; rounding alone changes that by {verdict.floor:.1e}, in a run from weights that are off by one unit "
-                "in the last place, so that this says nothing of the plan: let the script make fewer steps"
+            return (
+                f"Undecided: {subject} differ, and so do two runs of the script on one worker whose weights are off by "
+                f"one unit in the last place at the start. By the plan {verdict.difference}; between those two runs it "
+                f"differs by {verdict.floor:.1e}, and {verdict.tolerance:.0e} would be rounding in "
+                f"{verdict.precision}. The script's steps make rounding grow, as errors of a plan would: let it make "
+                "fewer steps, in which neither has grown."
             )
-            return f"Undecided: {subject} differ; {verdict.difference}; {allowed}."
         return f"NOT equal: {subject} differ; {verdict.difference}; {allowed}."
     compared = f"{format_plural(verdict.numbers, 'printed number')} and {format_plural(verdict.weights, 'weight')}"
     left_out = ""

@@ -163,7 +163,7 @@ class HangWatch:
         return pause
 
     def _note(self, finding: Finding, workers: Mapping[int, SeenWorker]) -> None:
-        """Say once of each worker to blame what it is doing that takes long and is no hang."""
+        """Say once of each worker to blame what it is doing that takes long and is no hang; at once of those alike."""
         for rank in finding.culprits:
             worker, behind = workers[rank], finding.waiting_for(rank)
             if worker.stalled >= self._observer.note_bound(worker) and self._is_new([worker]):
@@ -173,11 +173,28 @@ class HangWatch:
                 # One of fewer ranks may need none of those that wait, and a message may be under way.
                 if report.doing is Doing.IN_COLLECTIVE and suffix and worker.reader.is_in_collective_of_all:
                     self._end_collective(report, calls)
+                alike = [
+                    n for n in finding.culprits if self._is_alike(workers[n], worker) and self._is_new([workers[n]])
+                ]
+                also = f"; so {'does' if len(alike) == 1 else 'do'} {format_ranks(alike)}" if alike else ""
                 sentence = describe_rank(report, behind, time.time())
-                self._say(f"{sentence}{suffix} (this takes long, and is no hang yet)")
+                self._say(f"{sentence}{suffix}{also} ({self._describe_bound(worker)})")
         waiting = [workers[rank] for rank in finding.waits_for if rank in workers] if finding.elsewhere else []
         if waiting and all(worker.stalled >= self._observer.note_bound(worker) for worker in waiting):
             self._note_elsewhere(finding.elsewhere, waiting)
+
+    def _is_alike(self, worker: SeenWorker, reference: SeenWorker) -> bool:
+        """Return whether a worker stands still where another one does, for about as long."""
+        places = [(seen.record.phase, seen.record.round, seen.doing) for seen in (worker, reference)]
+        return places[0] == places[1] and worker.stalled >= self._observer.note_bound(worker) / 2
+
+    def _describe_bound(self, worker: SeenWorker) -> str:
+        """Return what is said of the time after which a worker that stands still is ended for it."""
+        text, bound = "this takes long, and is no hang yet", worker.to_record(self._hang_after).bound
+        if self._on_hang == "wait":
+            return text
+        duration = f"{bound:.0f} s" if bound < 100 else f"{bound / 60:.1f} min"
+        return f"{text}: the run ends after {duration} of it (--hang-after, hang_after=)"
 
     def _end_collective(self, report: RankReport, calls: Mapping[int, CallRecord]) -> None:
         """Say of a rank in a collective of the user's own that it needs the ranks which wait for it; end their wait."""
