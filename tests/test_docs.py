@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +14,7 @@ from polylane.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 COMMAND = re.compile(r'polylane +(?:train|verify|inspect|lanes)\b(?:"[^"\n]*"|[^`\n|"])*')
 
 
@@ -56,6 +58,21 @@ def test_the_targets_and_modules_that_a_page_names_exist(page: Path) -> None:
 
 
 TEST_FILES = sorted((ROOT / "tests").rglob("test_*.py"))
+
+
+def test_messages_name_pages_by_titles_that_exist() -> None:
+    """Who has installed the package has no file of the documentation: a sentence says what to do, or names a page."""
+    titles = {page.read_text().splitlines()[0].removeprefix("# ") for page in PAGES}
+    for path in ROOT.glob("src/polylane/**/*.py"):
+        tree = ast.parse(path.read_text())
+        documented = [ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, DOCUMENTED)]
+        # The docstrings of commands are their help.
+        hidden = set() if path.name.startswith("cli") else set(documented)
+        texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str)
+        for text in set(texts) - hidden:
+            assert not re.search(r"docs/\S+\.md", text), f"{path}: {text}"
+            for title in re.findall(r'the page "([^"]+)"', " ".join(text.split())):
+                assert title in titles, f"{path}: {title}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -197,7 +197,8 @@ def _polylane(
       recompute=WHAT   full, selective, budget:200MB: activations computed again
       compile=yes      each stage by torch.compile
 
-    A mesh for each stage is written "[data=2 | tensor=2 | 1],microbatches=8". All keys: docs/reference/plan-keys.md.
+    A mesh for each stage is written "[data=2 | tensor=2 | 1],microbatches=8". All keys: the page "Plans" of
+    the documentation.
 
     \b
     Examples:

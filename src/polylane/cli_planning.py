@@ -282,7 +282,8 @@ def advise(
 
     Shows throughput, statistical efficiency at the run's gradient noise scale, learning rate and price. For each batch
     size, searches the fastest plan and multiplies its predicted throughput by what a sample of such a
-    batch is worth. The run may still be training. See docs/explanation/efficiency.md.
+    batch is worth. The run may still be training. More: the page "Statistical
+    efficiency" of the documentation.
 
     \b
     Examples:

@@ -65,8 +65,8 @@ def run(request: RunRequest) -> None:
     if not end.code and not end.is_prepared and request.plan is not None:
         copies = f"each of the {workers} workers ran all of it" if workers > 1 else "it ran as it is"
         raise PolylaneError(
-            f"{request.script} ended without a call of polylane.prepare, and {copies}: prepare the model and the "
-            "optimizer, see docs/how-to/scripts.md, or run it with python"
+            f"{request.script} ended without a call of polylane.prepare, and {copies}: write model, optimizer = "
+            "polylane.prepare(model, optimizer) before its loop, or run it with python"
         )
     if is_ended:
         if launch.is_first:
