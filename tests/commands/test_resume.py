@@ -11,6 +11,7 @@ import pytest
 
 from polylane.commands import train as command
 from polylane.commands.learning_rates import LearningRateOptions
+from polylane.commands.logs.file_names import METRICS
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.option_groups import SavingOptions, TroubleOptions
 from polylane.commands.running.resume import (
@@ -90,6 +91,10 @@ def test_a_checkpoint_that_is_passed_over_is_named(saved: Path, tmp_path: Path) 
     assert said[1].startswith(f"checkpoint {first / 'manifest.json'}: is no JSON")
     assert said[2] == (f"{run / FOLDER}: none of the checkpoints in it is whole: the training begins at its first step")
     assert go_on_by_itself(tmp_path / "new") == (None, [])
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / METRICS).write_text("")
+    sentence = f"{tmp_path / 'old'}: the run in it has saved no checkpoint: the training begins at its first step"
+    assert go_on_by_itself(tmp_path / "old") == (None, [sentence])
 
 
 def test_checkpoints_that_cannot_be_read_are_not_taken_for_none(saved: Path, tmp_path: Path) -> None:

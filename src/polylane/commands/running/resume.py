@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from polylane.commands.logs.file_names import METRICS
 from polylane.errors import PolylaneError, clean_sentence, format_plural
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def prepare_checkpoints(request: R, run_folder: Path, warn: Callable[[str], None
             return resume_from(request, newest)
         if store.list_steps():
             warn(f"{store.root}: none of the checkpoints in it is whole: the training begins at its first step")
+        elif (run_folder / METRICS).is_file():
+            warn(f"{run_folder}: the run in it has saved no checkpoint: the training begins at its first step")
         return request
     folder = open_checkpoint(Path(request.saving.resume))[0]
     if request.saves_checkpoints:
