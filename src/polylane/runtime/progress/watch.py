@@ -173,20 +173,18 @@ class HangWatch:
                 # One of fewer ranks may need none of those that wait, and a message may be under way.
                 if report.doing is Doing.IN_COLLECTIVE and suffix and worker.reader.is_in_collective_of_all:
                     self._end_collective(report, calls)
-                alike = [
-                    n for n in finding.culprits if self._is_alike(workers[n], worker) and self._is_new([workers[n]])
-                ]
-                also = f"; so {'does' if len(alike) == 1 else 'do'} {format_ranks(alike)}" if alike else ""
+                companions = [workers[n] for n in finding.culprits if self._is_alike(workers[n], worker)]
                 sentence = describe_rank(report, behind, time.time())
-                self._say(f"{sentence}{suffix}{also} ({self._describe_bound(worker)})")
+                self._say(f"{sentence}{suffix}{_so_do(companions)} ({self._describe_bound(worker)})")
         waiting = [workers[rank] for rank in finding.waits_for if rank in workers] if finding.elsewhere else []
         if waiting and all(worker.stalled >= self._observer.note_bound(worker) for worker in waiting):
             self._note_elsewhere(finding.elsewhere, waiting)
 
     def _is_alike(self, worker: SeenWorker, reference: SeenWorker) -> bool:
-        """Return whether a worker stands still where another one does, for about as long."""
-        places = [(seen.record.phase, seen.record.round, seen.doing) for seen in (worker, reference)]
-        return places[0] == places[1] and worker.stalled >= self._observer.note_bound(worker) / 2
+        """Return whether a worker of which nothing was said stands still where another one does, for about as long."""
+        places = [(w.record.phase, w.record.round, w.doing) for w in (worker, reference)]
+        is_long = worker.stalled >= self._observer.note_bound(worker) / 2
+        return places[0] == places[1] and is_long and self._is_new([worker])
 
     def _describe_bound(self, worker: SeenWorker) -> str:
         """Return what is said of the time after which a worker that stands still is ended for it."""
@@ -270,3 +268,9 @@ class HangWatch:
         """
         workers = self._observer.see(looks_at_processes=False)
         return name_hang(self._observer.report(workers, False), sentence, (rank,))
+
+
+def _so_do(workers: Sequence[SeenWorker]) -> str:
+    """Return what follows a sentence about one worker that is true of others as well."""
+    verb = "does" if len(workers) == 1 else "do"
+    return f"; so {verb} {format_ranks([worker.reader.rank for worker in workers])}" if workers else ""
