@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polylane.commands.logs.verdict import advise_on_speed, describe_verdict
+from polylane.commands.progress import NoLines
+from polylane.commands.running.reporter import Reporter
+from polylane.commands.running.run_folder import RunFolder
 
 SHARES: dict[str, Any] = {"computing": 0.61, "bubble": 0.22, "waiting": 0.12, "moving": 0.05, "seconds": 0.1}
 
@@ -66,3 +71,21 @@ def test_workers_that_are_slower_than_they_should_be_are_told_what_to_do(
     sentences = advise_on_speed(SHARES, 2, alone, predicted)
     assert len(sentences) == len(said) and all(map(str.startswith, sentences, said))
     assert advise_on_speed(SHARES, 1, alone, predicted) == advise_on_speed({}, 2, alone, predicted) == []
+
+
+@pytest.mark.parametrize(("seconds", "steps", "count"), [(0.5, 60, 2), (0.01, 60, 0), (4.0, 9, 0)])
+def test_a_long_run_is_told_so_before_its_end(
+    seconds: float, steps: int, count: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once: after EARLY_SECONDS of steps, of which the first is no measure."""
+    place = RunFolder(tmp_path / "x")
+    with place.claimed(True), Reporter(place, NoLines()) as reporter:
+        reporter(0, {"kind": "predicted", "run": {"one_device_seconds": 0.003, "step_seconds": 0.002}})
+        start = {"plan": "data: 2\n", "spec": "data=2", "workers": 2}
+        reporter(0, {"kind": "begin", **start, "resumed_at": None, "resumed_loss": math.nan, "resumed_own": False})
+        for step in range(1, steps + 1):
+            reporter(0, {"kind": "step", "step": step, "loss": 1.0, "seconds": 90.0 if step == 1 else seconds})
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == count, said
+    if count:
+        assert said[0].startswith("polylane: a step takes 250 times what was predicted") and "one worker is" in said[1]

@@ -63,8 +63,9 @@ def advise_on_speed(shares: Mapping[str, Any], workers: int, alone: float | None
     if workers == 1 or not seconds:
         return sentences
     if predicted and seconds > FAR_OFF * predicted:
+        ratio = f"{seconds / predicted:.2g}" if seconds < 10 * predicted else f"{seconds / predicted:.0f}"
         sentences.append(
-            f"a step takes {seconds / predicted:.2g} times what was predicted: other programs keep this machine busy, "
+            f"a step takes {ratio} times what was predicted: other programs keep this machine busy, "
             "or the step is so short that the work between its operators counts, which is not predicted"
         )
     if alone is not None and alone < seconds:

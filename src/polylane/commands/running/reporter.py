@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 # Of a step's line what says where it is: loggers are told of that otherwise.
 _POSITION = frozenset({"step"})
+# A run that takes longer than this is told before its end that its steps are slow, once it has made some.
+EARLY_SECONDS, EARLY_STEPS = 20.0, 10
 
 
 class Reporter:
@@ -55,6 +58,7 @@ class Reporter:
         self._loggers, self._options = loggers or LoggerGroup({}, say_at_once), options or {}
         self._ledger = GoodputLedger(find_process_start())
         self.predicted: dict[str, Any] | None = None
+        self._early_seconds, self._loading, self._is_advised = list[float](), 0.0, False
 
     def __call__(self, rank: int, message: dict[str, Any]) -> None:
         content = {key: value for key, value in message.items() if key != "kind"}
@@ -79,6 +83,7 @@ class Reporter:
             self._ledger.note_step(content["step"])
             self._loggers.log({n: v for n, v in content.items() if n not in _POSITION}, content["step"], "train")
             self._display.step(message)
+            self._advise_early(content)
         else:
             self._place.metric(content)
             self._log_epoch(content)
@@ -86,7 +91,7 @@ class Reporter:
 
     def _begin(self, message: dict[str, Any]) -> None:
         """Begin a run, or an attempt at it, whose workers are ready for their first step."""
-        resumed_at, plan = message["resumed_at"], message["spec"]
+        resumed_at, plan, self._workers = message["resumed_at"], message["spec"], int(message["workers"])
         earlier = self._place.begin(resumed_at, message["resumed_loss"], message["resumed_own"])
         self._place.plan(message["plan"], message.get("options"))
         if self.predicted is not None:
@@ -96,6 +101,27 @@ class Reporter:
         self._loggers.begin(RunFacts(folder.name, folder, plan, message["workers"], resumed_at, self._options))
         self._display.begin(message)
 
+    def _advise_early(self, content: Mapping[str, Any]) -> None:
+        """Say once, while a run trains that takes long, that its steps are slower than they should be.
+
+        Args:
+            content: the message of a step.
+        """
+        if self._is_advised or self.predicted is None:
+            return
+        self._loading = content.get("loading", self._loading)
+        self._early_seconds.append(content["seconds"])
+        if len(self._early_seconds) > EARLY_STEPS and sum(self._early_seconds[1:]) > EARLY_SECONDS:
+            self._is_advised, typical = True, statistics.median(self._early_seconds[1:])
+            shares = {"seconds": typical, "loading": self._loading}
+            for sentence in advise_on_speed(shares, self._workers, *self._predicted_seconds()):
+                say_at_once(sentence)
+
+    def _predicted_seconds(self) -> tuple[float | None, float | None]:
+        """Return the predicted seconds of a step on one device, and by the plan, as far as they are known."""
+        predicted = self.predicted or {}
+        return predicted.get("one_device_seconds"), predicted.get("step_seconds")
+
     def _log_epoch(self, content: Mapping[str, Any]) -> None:
         """Send the results of an epoch to the loggers: those of its test, and its mean loss."""
         tested = {"loss": content["test_loss"], **content.get("metrics", {})}
@@ -104,9 +130,8 @@ class Reporter:
 
     def judge(self, outcome: TrainingOutcome) -> dict[str, Any]:
         """Return where the time of the run went, with verdict and advice, and write it into the folder."""
-        predicted = self.predicted or {}
         workers = len(outcome.traffic) - outcome.servers if outcome.traffic else outcome.timeline.ranks
-        facts = outcome.shares, workers, predicted.get("one_device_seconds"), predicted.get("step_seconds")
+        facts = outcome.shares, workers, *self._predicted_seconds()
         judgement = {"verdict": describe_verdict(*facts), "advice": advise_on_speed(*facts)}
         goodput = {**self._ledger.to_dict(), **judgement}
         self._place.write(GOODPUT, goodput)
