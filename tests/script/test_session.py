@@ -39,6 +39,7 @@ def test_a_refusal_names_a_line_of_the_script(tmp_path: Path, sentence: str, exp
 
 GROUPS = {
     "dist.init_process_group('gloo')": "environment variable RANK expected, but not set",
+    "dist.destroy_process_group()": "Process group cannot be None",
     "rank = dist.get_rank()": "has not been initialized",
     "nn.parallel.DistributedDataParallel(nn.Linear(2, 1))": "has not been initialized",
     "torch.utils.data.DistributedSampler([1, 2])": "has not been initialized",

@@ -129,7 +129,8 @@ def running_session(session: ScriptSession) -> Iterator[None]:
         if isinstance(cause, PolylaneError):
             _name_line(cause, error)
         raise
-    except (RuntimeError, ValueError) as error:  # of which torch raises one for a group that is there, or is not
+    # What torch raises for a process group that is there, or is not.
+    except (RuntimeError, ValueError, AssertionError) as error:
         if (refusal := _explain_process_group(error)) is not None:
             raise refusal from None
         raise
@@ -141,7 +142,7 @@ def _explain_process_group(error: Exception) -> PolylaneError | None:
     """Return what to do where the script's own torch.distributed has no group, or a second one; None of others."""
     stack = [Frame(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(error.__traceback__)]
     positions = [position for position, frame in enumerate(stack) if frame.is_users]
-    if not positions or not re.search("environment variable|process group|initializ", str(error)):
+    if not positions or not re.search("environment variable|[Pp]rocess group|initializ", str(error)):
         return None
     at = positions[-1]
     if not any(re.search(r"/torch/(distributed|nn/parallel|utils/data)/", frame.file) for frame in stack[at + 1 :]):
