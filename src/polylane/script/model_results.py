@@ -273,7 +273,7 @@ class ModelResults:
             frozenset(name.removeprefix("model.") for name in names) & buffers
             for names in (used, written | {f"model.{name}" for name in called.replaced_buffers})
         )
-        saves_weights = any(t.requires_grad and t.untyped_storage()._cdata in saved for t in tensors.values())
+        saves_weights = any(tensor.requires_grad and _find_storage(tensor) in saved for tensor in tensors.values())
         self.touched = TouchedState(read_names, written_names, changed_python, saves_weights)
         return result
 
@@ -286,13 +286,22 @@ class ModelResults:
         return fake.requires_grad_(tensor.requires_grad)
 
 
+def _find_storage(tensor: Tensor) -> int | None:
+    """Return which storage a tensor has; None for one that has none, and is no view of a parameter."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:  # of a sparse one
+        return None
+
+
 @contextmanager
 def _saved_memory() -> Iterator[set[int]]:
     """Context manager: the storages of what autograd saves for backward passes, views of parameters among it."""
     saved = set[int]()
 
     def pack(tensor: Tensor) -> Tensor:
-        saved.add(tensor.untyped_storage()._cdata)
+        if (storage := _find_storage(tensor)) is not None:
+            saved.add(storage)
         return tensor
 
     with torch_func_allowed(), saved_tensors_hooks(pack, lambda tensor: tensor):
