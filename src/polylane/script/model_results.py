@@ -289,7 +289,7 @@ class ModelResults:
 def _find_storage(tensor: Tensor) -> int | None:
     """Return which storage a tensor has; None for one that has none, and is no view of a parameter."""
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:  # of a sparse one
         return None
 
