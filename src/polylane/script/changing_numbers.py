@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from polylane.graph.python_state.random_generators import generators_kept
 from polylane.script.deferred import DeferredTensor, Spec, plain_tensors, unflatten_arguments
+from polylane.script.model_results import UnknownValues
 
 FindResults = Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -132,8 +133,10 @@ def _same_bits(func: Callable[..., Any], leaves: Sequence[Any], at: int, dtype: 
         drawn = [_draw(leaf, generator) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     tensor = torch.tensor(leaves[at], dtype=dtype)
     with generators_kept(), torch.enable_grad():
-        runs = [_run(func, [*drawn[:at], leaf, *drawn[at + 1 :]], spec) for leaf in (leaves[at], tensor)]
-    pairs = zip(*runs, strict=True)
+        with_number = _run(func, [*drawn[:at], leaves[at], *drawn[at + 1 :]], spec)
+        with UnknownValues([tensor]):  # torch takes a tensor for a size, say, and reads it: no tape has what it reads
+            with_tensor = _run(func, [*drawn[:at], tensor, *drawn[at + 1 :]], spec)
+    pairs = zip(with_number, with_tensor, strict=True)
     return all(a.dtype == b.dtype and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in pairs)
 
 

@@ -398,6 +398,8 @@ def load_nothing(plan: Plan, rounding: DeviceRounding) -> AuditedTraining:
 def test_beside_an_accelerator_a_new_process_audits(monkeypatch: pytest.MonkeyPatch) -> None:
     """There a fork could not go backward; what it has built itself may hold other values, and all of them are told."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    # The workers themselves compute on the CPU, with a torch that is built for CUDA, too.
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setitem(SCALE, "value", 2.0)
     report = train("data=2", loss=scaled, optimizer=scaling, rebuild=load_scaled)
