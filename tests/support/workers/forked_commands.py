@@ -28,7 +28,7 @@ import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import cache
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -132,17 +132,18 @@ def _start_warm(process: Any, *arguments: Any) -> None:
 def _fork(given: dict[str, Any]) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    ignored = {number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN}
     child = os.fork()
     if not child:
-        _become(given)
+        _become(given, ignored)
     return child
 
 
-def _become(given: dict[str, Any]) -> NoReturn:
+def _become(given: dict[str, Any], ignored: Set[int]) -> NoReturn:
     """The forked process, from its start to its end."""
     code = 70
     try:
-        _leave_the_session(given)
+        _leave_the_session(given, ignored)
         _leave_the_descriptors(given)
         _be_a_new_interpreter()
         subprocess.Popen._execute_child = _start_warm  # type: ignore[attr-defined]  # what torchrun starts
@@ -153,7 +154,7 @@ def _become(given: dict[str, Any]) -> NoReturn:
         os._exit(code)
 
 
-def _leave_the_session(given: dict[str, Any]) -> None:
+def _leave_the_session(given: dict[str, Any], ignored: Set[int]) -> None:
     """Session, folder, environment and signals."""
     if given["start_new_session"]:
         os.setsid()
@@ -163,7 +164,9 @@ def _leave_the_session(given: dict[str, Any]) -> None:
         os.environ.clear()
         os.environ.update(given["env"])
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):  # those of tests and of their time limits
+        handler = signal.getsignal(number)
+        # Those of tests and of their time limits, and what a worker, which a test may have been, tells all its forks.
+        if callable(handler) or (handler == signal.SIG_IGN and number not in ignored):
             signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # what is ignored stays so, as it does where Python starts
         signal.signal(signal.SIGINT, signal.default_int_handler)
