@@ -16,7 +16,7 @@ from polylane.faults import explain_fault
 from polylane.runtime.workers.out_of_memory import MemoryNeed, OutOfMemory, count_system_kills
 from polylane.runtime.workers.system_limits import explain_refusal
 
-# Parts of the messages with which gloo, NCCL and c10d's store report a lost peer (torch 2.9 to 2.13).
+# Parts of the messages with which gloo, NCCL and c10d's store report a lost peer (torch 2.9 to 2.14).
 _PEER_LOSS_WORDS = (
     "Connection closed by peer",
     "Connection reset by peer",

@@ -10,7 +10,7 @@ from pathlib import Path
 from polylane.cluster.figures import format_size
 from polylane.errors import PolylaneError, describe_place
 
-# How torch's allocators, and the C++ library under them, say that there is no memory; torch 2.9 to 2.13.
+# How torch's allocators, and the C++ library under them, say that there is no memory; torch 2.9 to 2.14.
 _WORDS = re.compile(r"can't allocate memory|not enough memory|out of memory|std::bad_alloc|Cannot allocate memory")
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|B|[KMGT]iB)", re.IGNORECASE)
 _FACTORS = {"bytes": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
