@@ -232,6 +232,7 @@ def test_a_signal_ends_a_script_that_saves_with_the_code_of_a_batch_system(
         assert process.returncode == code, err
         assert re.search(rf"{number.name}: ended after \d+ steps, with a checkpoint: resume with --resume auto", err)
         assert ("resumes from" in err) == is_resumed
+        assert bool(re.search(r"\d+ steps \(\d+ since the checkpoint of step \d+\); ", err)) == is_resumed
     with pytest.raises(PolylaneError, match=f"has no report: it was ended by {number.name}, and none of its workers"):
         read_report(scripts / f"run/long-{code}")
 

@@ -83,7 +83,10 @@ def _finish_files(folder: RunFolder, outcome: TrainingOutcome, goodput: Mapping[
     write_timelines(folder, outcome, script)
     folder.finish()
     files = ", ".join(Path(file).name for file in folder.files().values())
-    parts = [format_plural(outcome.steps, "step"), outcome.audit, goodput["verdict"], f"{folder.path}/: {files}"]
+    attempt, steps = goodput["attempts"][-1], format_plural(outcome.steps, "step")
+    if attempt["resumed_at"]:
+        steps += f" ({attempt['steps']} since the checkpoint of step {attempt['resumed_at']})"
+    parts = [steps, outcome.audit, goodput["verdict"], f"{folder.path}/: {files}"]
     for sentence in ("; ".join(str(part) for part in parts if part), *goodput["advice"]):
         say_at_once(sentence)
 
