@@ -3,7 +3,8 @@
 A page that shows a picture shows the command that draws it, with ``--svg NAME.svg``; the picture is the file of that
 name in docs/images/swimlanes. What ``lanes`` draws is the same on any machine, and the tests of pages compare it. What
 ``inspect`` draws has this machine's times, and what ``simulate`` draws changes with the models of cost:
-``python -m tests.docs.pictures all`` draws these again too, and the measured step of the front page.
+``python -m tests.docs.pictures all`` draws these again too, and what is measured: the step of the front page, and the
+steps with stragglers that the pages on synchronization show.
 """
 
 from __future__ import annotations
@@ -72,3 +73,5 @@ if __name__ == "__main__":
             print(path.relative_to(ROOT))
     if sys.argv[1:] == ["all"]:
         draw_measured_step(ROOT / "docs" / "images" / "measured-pipeline.svg", environment)
+        line = [sys.executable, "-m", "benchmarks.speed.sync", "--lanes", str(PICTURES)]
+        subprocess.run(line, check=True, cwd=ROOT, env=environment)
