@@ -169,18 +169,34 @@ def unroll(programs: Sequence[Program], plan: Plan, steps: int = 2) -> tuple[Pro
     Microbatches are numbered through. After the last step come as many more as its batch is under way.
     """
     count = plan.microbatches
+
+    def number(action: Action, step: int) -> Action:
+        return replace(
+            action, microbatch=(step - action.steps_back) * count + (action.microbatch or 0), steps_back=0
+        )
+
+    places = place_unrolled(programs, plan, steps)
+    return tuple(
+        replace(
+            program, actions=tuple(number(program.actions[index], step) for step, index in places[program.rank])
+        )
+        for program in programs
+    )
+
+
+def place_unrolled(programs: Sequence[Program], plan: Plan, steps: int) -> dict[int, list[tuple[int, int]]]:
+    """Return by rank, for each action of :func:`unroll`, the number of its step, and its place in that step's program."""
     drain_steps = steps_in_flight(stage_graph_of(programs[0].partition, plan), plan.most_turns)
-    steps += drain_steps
-
-    def actions(program: Program) -> Iterator[Action]:
-        for step in range(steps + drain_steps):
-            for action in program.actions:
-                batch = step - action.steps_back
-                if 0 <= batch < steps:
-                    number = batch * count + (action.microbatch or 0)
-                    yield replace(action, microbatch=number, steps_back=0)
-
-    return tuple(replace(program, actions=tuple(actions(program))) for program in programs)
+    batches = steps + drain_steps
+    return {
+        program.rank: [
+            (step, index)
+            for step in range(batches + drain_steps)
+            for index, action in enumerate(program.actions)
+            if 0 <= step - action.steps_back < batches
+        ]
+        for program in programs
+    }
 
 
 def order_receives(programs: Sequence[Program]) -> tuple[Program, ...]:

@@ -31,6 +31,19 @@ class GradientBucket:
     is_sparse: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Posting:
+    """A receive that a worker posts before it needs the message.
+
+    Attributes:
+        receive: the action that waits for the message.
+        steps_ahead: steps before its own in which it is posted; 0 but in asynchronous pipelines.
+    """
+
+    receive: Action
+    steps_ahead: int = 0
+
+
 @dataclass(frozen=True)
 class Program:
     """What one worker runs in a step.
@@ -49,6 +62,9 @@ class Program:
         late_sends: sends for which the worker waits later than for others, by action: the microbatch before whose
             backward pass on their stage it waits; the number of microbatches where only the end of the step does. See
             :mod:`polylane.program.late_sends`.
+        meetings: by position, and behind the last action, the receives that are posted before it where a posted one may
+            hold up all that follows: each when its message is sent, in an order that all workers agree with. Empty
+            until it is found. See :mod:`polylane.program.meeting_order`.
     """
 
     rank: int
@@ -64,6 +80,7 @@ class Program:
     microbatches: int
     takes_turns: bool
     late_sends: Mapping[Action, int] = field(default_factory=dict)
+    meetings: tuple[tuple[Posting, ...], ...] = ()
 
     def inputs(self, stage: int) -> tuple[StageCrossing, ...]:
         """Return the values that come in to a stage for each microbatch, from whichever stage."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from polylane.program.program import Program
+from polylane.program.program import Posting, Program
 from polylane.schedule.action import PASSES, Action, ActionKind
 
 # Number of compute actions by which receives are posted ahead: gloo moves a message only once its receive is posted.
@@ -19,6 +19,23 @@ def receive_horizons(actions: Sequence[Action]) -> list[int]:
     compute = [i for i, a in enumerate(actions) if a.kind in PASSES]
     ahead = [bisect_left(compute, index) + LOOKAHEAD for index in range(len(actions))]
     return [compute[i] if i < len(compute) else len(actions) for i in ahead]
+
+
+def list_postings(program: Program, is_ordered: bool) -> Sequence[Sequence[Posting]]:
+    """Return the receives that are posted before each action of a program, and behind the last one.
+
+    Args:
+        program: the worker's program; where ``is_ordered``, with its meetings.
+        is_ordered: whether a posted receive may hold up all that the worker starts later.
+    """
+    if is_ordered:
+        assert program.meetings, "programs that are run have their meetings"
+        return program.meetings
+    postings: list[list[Posting]] = [[] for _ in (*program.actions, None)]
+    for position, place in enumerate(posting_places(program.actions)):
+        if (action := program.actions[position]).kind is ActionKind.RECEIVE:
+            postings[place].append(Posting(action))
+    return postings
 
 
 def posting_places(actions: Sequence[Action]) -> list[int]:

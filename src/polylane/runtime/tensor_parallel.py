@@ -48,7 +48,7 @@ class TransportAxis:
 
     Args:
         ranks: ranks along the axis, by their index on it.
-        transport: transport with a channel between each two of these ranks, and a group of all.
+        transport: transport with a group of these ranks.
         waits: counter of the seconds spent in collectives, and of the bytes sent.
     """
 
@@ -61,7 +61,8 @@ class TransportAxis:
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         # Two addends: the sum is the same bit for bit in either order, so both ranks get the same.
-        if self.degree == 2 and tensor.numel() * tensor.element_size() <= SWAPPED_BYTES:
+        is_swapped = not self._transport.is_ordered and tensor.numel() * tensor.element_size() <= SWAPPED_BYTES
+        if self.degree == 2 and is_swapped:
             pieces: list[Tensor | None] = [tensor, tensor]
             swap = self.begin_exchange(pieces, [tensor.shape] * 2)
             return lambda: torch.add(*(part for part in swap() if part is not None))
@@ -95,24 +96,22 @@ class TransportAxis:
         if isinstance(own_piece, SampleList):
             results = self._exchange_lists(pieces, shapes, own_piece)
             return lambda: results
-        dtype = own_piece.dtype
-        # Receives first: gloo moves a message only once its receive is posted.
-        receives = [
-            None if shape is None or i == self.index else self._transport.receive(tuple(shape), dtype, self._ranks[i])
-            for i, shape in enumerate(shapes)
-        ]
-        leaving = [(i, piece) for i, piece in enumerate(pieces) if piece is not None and i != self.index]
-        sends = [self._transport.send(piece.detach(), self._ranks[i]) for i, piece in leaving]
-        self._waits.bytes += sum(piece.nbytes for _, piece in leaving)
+        nothing = own_piece.new_empty(0)
+        pending = self._transport.all_to_all(
+            [nothing if piece is None else piece.detach() for piece in pieces],
+            [(0,) if shape is None else tuple(shape) for shape in shapes],
+            self._ranks,
+        )
+        self._waits.bytes += sum(
+            piece.nbytes for i, piece in enumerate(pieces) if piece is not None and i != self.index
+        )
 
         def finish() -> list[Tensor | None]:
-            result = [
-                pieces[i] if i == self.index else None if pending is None else pending.wait()
-                for i, pending in enumerate(receives)
+            arrived = pending.wait()
+            return [
+                pieces[i] if i == self.index else None if shapes[i] is None else arrived[i]
+                for i in range(self.degree)
             ]
-            for pending in sends:
-                pending.wait()
-            return result
 
         return self._timed(finish)
 

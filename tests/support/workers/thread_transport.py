@@ -112,6 +112,7 @@ class LocalTransport:
     def __init__(self, rank: int, hub: _Hub) -> None:
         self.rank = rank
         self.size = hub.size
+        self.is_ordered = False
         self.counters = TransportCounters()
         self._hub = hub
         self._asked: Counter[Key] = Counter()

@@ -86,7 +86,7 @@ def open_connections(
         name for series in programs for program in series for bucket in program.buckets for name in bucket.parameters
     }
     later = {stages for name, stages in prepared.owning_stages.items() if name not in trained}
-    if world.backend == "nccl" and not later:
+    if world.is_ordered and not later:
         pairs = sorted({pair for series in programs for pair in list_channels(series)})
     else:
         pairs = sorted((a, b) for a, b in peers if a != b)
@@ -174,8 +174,7 @@ def _open_mesh(
         return WorkerMesh(waits=waits), None
     stages = [plan.stage_and_replica(rank)[0] for rank in range(world.size)]
     groups = sorted({plan.group(rank, (axis,)) for rank, stage in enumerate(stages) for axis in axes[stage]})
-    pairs = [(a, b) for group in groups for a in group for b in group if a != b]
-    inner = connect(world, pairs, groups, tag=2, own_groups=True)
+    inner = connect(world, [], groups, tag=2, own_groups=True)
     axis_names = axes[stages[world.rank]]
     mesh_axes = {axis: TransportAxis(plan.ranks_along(world.rank, axis), inner, waits) for axis in axis_names}
     return WorkerMesh(mesh_axes, {name: axis.index for name, axis in mesh_axes.items()}, waits), inner

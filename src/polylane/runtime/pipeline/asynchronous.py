@@ -153,19 +153,21 @@ class AsynchronousExecutor(Executor):
 
     def run_step(self, number: int, spans: list[TimedSpan]) -> None:
         """Run the actions of a step for the batches that are under way, and append what was measured to ``spans``."""
-        posted = 0
         for index, action in enumerate(self.program.actions):
-            while posted < self._receive_horizon[index]:
-                ahead = self.program.actions[posted]
-                next_batch = self.pipeline.batches.get(number - ahead.steps_back)
-                if next_batch is not None:
-                    next_batch.executor._post_receive(ahead, next_batch.state)
-                posted += 1
+            self._post_receives(index, number)
             batch = self.pipeline.batches.get(number - action.steps_back)
             if batch is not None and runs(action, batch.state.tables):
                 batch.executor._run_of(batch, action, number - action.steps_back)
                 # Taken out again: the state of an earlier step's batch holds what was measured in that step.
                 spans.append(batch.state.spans.pop())
+        self._post_receives(len(self.program.actions), number)
+
+    def _post_receives(self, index: int, number: int) -> None:
+        """Post what is posted before an action of a step, of the batches that are under way."""
+        for posting in self._postings[index]:
+            batch = self.pipeline.batches.get(number + posting.steps_ahead - posting.receive.steps_back)
+            if batch is not None:
+                batch.executor._post_receive(posting.receive, batch.state)
 
     def _run_of(self, batch: _BatchUnderWay, action: Action, number: int) -> None:
         """Run one action of a batch, by its number."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -18,6 +19,7 @@ from polylane.graph.precision import dtypes_under_autocast
 from polylane.plan.plan import Plan
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation, unroll, without_replica_sync
+from polylane.program.meeting_order import order_meetings, order_steady_meetings
 from polylane.program.program import GradientBucket, Program
 from polylane.runtime.compiled_regions import refuse_without_compiler
 from polylane.runtime.connections.connections import Connections
@@ -57,8 +59,9 @@ def lower_programs(
     )
     if replica_local or (training and plan.sync.has_servers):  # parameter servers sum the replicas' gradients
         programs = tuple(without_replica_sync(program, plan) for program in programs)
-    check(unroll(programs, plan) if training and plan.is_asynchronous else programs)
-    return programs
+    is_asynchronous = training and plan.is_asynchronous
+    check(unroll(programs, plan) if is_asynchronous else programs)
+    return order_steady_meetings(programs, plan) if is_asynchronous else order_meetings(programs)
 
 
 def lower_ahead(prepared: CompiledTraining, replica_local: bool = False) -> dict[str, tuple[Program, ...]]:
@@ -220,8 +223,16 @@ class StageBinder:
             return cut, cut.reducer
         if not any(len(bucket.ranks) > 1 for bucket in buckets):
             return StageHooks(), None
-        clock = self.connections.mesh.waits.clock
-        return StageHooks(), AllReducer(buckets, targets, optional, transport, self.codec, program.replicas, clock)
+        clock, late = self.connections.mesh.waits.clock, self._count_late(buckets) if transport.is_ordered else 0
+        return StageHooks(), AllReducer(buckets, targets, optional, transport, self.codec, program.replicas, clock, late)
+
+    def _count_late(self, buckets: Sequence[GradientBucket]) -> int:
+        """Return how many buckets, from the first one on whose ranks do not end their last backward pass together."""
+        plan, summed = self.local_model.prepared.plan, [bucket for bucket in buckets if len(bucket.ranks) > 1]
+        for index, bucket in enumerate(summed):
+            if plan.takes_turns or len({plan.stage_and_replica(rank)[0] for rank in bucket.ranks}) > 1:
+                return len(summed) - index
+        return 0
 
 
 def _buckets_by_stage(

@@ -17,7 +17,7 @@ from polylane.errors import INTERRUPTIONS, OTHERS_FAILED, ActionFailed
 from polylane.graph.batch import split_bounds
 from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.program.program import Program
-from polylane.program.waits import SEND_DEPTH, receive_horizons, waiting_microbatches
+from polylane.program.waits import SEND_DEPTH, list_postings, waiting_microbatches
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, runs
 from polylane.runtime.pipeline.running_statistics import Kept, RunningStatistics
@@ -68,7 +68,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         self.microbatches = self.program.microbatches
-        self._receive_horizon = receive_horizons(self.program.actions)
+        self._postings = list_postings(self.program, self.transport.is_ordered)
         self._until = waiting_microbatches(self.program)
         self._reducer_of = {bucket: reducer for reducer in self.reducers.values() for bucket in reducer.bucket_names}
         self._inputs = {stage: self.program.inputs(stage) for stage in self.program.stages}
@@ -108,15 +108,14 @@ class Executor:
         """
         (progress := self.mesh.waits.progress).begin_round(self._number, step, self._is_new)
         self.mesh.waits.clock.begin_step()
-        state, posted = self._begin(batch, step, seed), 0
+        state = self._begin(batch, step, seed)
         if not state.tables.shares and not self.is_replica_local:
             launch_zeros(self.program, self.reducers)
         for index, action in enumerate(self.program.actions):
+            for posting in self._postings[index]:
+                self._post_receive(posting.receive, state)
             if not runs(action, state.tables, sums=not self.is_replica_local):
                 continue
-            while posted < self._receive_horizon[index]:
-                self._post_receive(self.program.actions[posted], state)
-                posted += 1
             is_last = index == state.tables.last_backwards.get(action.stage)
             progress.begin_action(index)
             self._run_action(action, batch, state, finish, self.reducers.get(action.stage) if is_last else None)

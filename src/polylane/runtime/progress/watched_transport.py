@@ -53,6 +53,7 @@ class WatchedTransport:
     ) -> None:
         self._transport, self._progress, self._tag, self._words = transport, progress, tag, progress.words
         self.rank, self.size, self.counters = transport.rank, transport.size, transport.counters
+        self.is_ordered = transport.is_ordered
         everyone = tuple(range(self.size))
         names = {channel_name(tag, *pair): tuple(sorted(pair)) for pair in pairs}
         for group in (*groups, everyone):

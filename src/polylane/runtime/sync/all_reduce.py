@@ -53,6 +53,9 @@ class AllReducer:
         replicas: the ranks that hold the same shards of the same stage as this worker. A bucket that other ranks sum
             too (partial sums along an operator axis, weights tied between stages) is never compressed.
         clock: reads when a bucket was launched; default: the host's.
+        late: number of buckets, the last ones, that are launched behind all messages of the step: their ranks end their
+            last backward passes one after the other, and a launch that waits for the others would hold up the message
+            that these wait for.
 
     Attributes:
         bucket_names: names of the buckets that it sums, in the order of reduction.
@@ -69,6 +72,7 @@ class AllReducer:
         codec: GradientCompressor | None = None,
         replicas: Collection[int] = (),
         clock: SpanClock | None = None,
+        late: int = 0,
     ) -> None:
         self._buckets = [bucket for bucket in buckets if len(bucket.ranks) > 1]
         self.bucket_names = tuple(bucket.name for bucket in self._buckets)
@@ -84,7 +88,7 @@ class AllReducer:
         # The user's own Python may accumulate a gradient twice in a pass, or never: the post-accumulate hook does not
         # prove such a bucket complete, so it is launched at the end of the pass.
         early = [self._optional.isdisjoint(bucket.parameters) for bucket in self._buckets]
-        self._launcher = BucketLauncher([{n: parameters[n] for n in b.parameters} for b in self._buckets], early)
+        self._launcher = BucketLauncher([{n: parameters[n] for n in b.parameters} for b in self._buckets], early, late)
         self._launched: dict[str, _LaunchedBucket] = {}
         self._has_advanced = True
         self.bucket_bytes: Counter[str] = Counter()
@@ -96,7 +100,7 @@ class AllReducer:
         self._launcher.begin(self._launch_bucket)
 
     def launch_remaining(self) -> None:
-        """Launch the remaining buckets after the last backward pass, with zeros for missing gradients."""
+        """Launch the remaining buckets after the last backward pass, with zeros for missing gradients; not late ones."""
         self._launcher.end(self._launch_bucket)
 
     def _launch_bucket(self, index: int) -> None:
@@ -140,6 +144,7 @@ class AllReducer:
             # Second rounds start only after all first ones, in the order of the buckets: so all ranks issue all
             # collectives in one order, whichever of them complete first.
             self._has_advanced = True
+            self._launcher.launch_late(self._launch_bucket)
             for key, launch in self._launched.items():
                 bytes_before = self._transport.counters.given
                 launch.pending.start_next_round()

@@ -21,10 +21,13 @@ class BucketLauncher:
         buckets: the parameters of each bucket by canonical name, in the order of launch.
         early: for each bucket whether it may be launched before the end of the pass. A bucket with a parameter that may
             get no gradient, or several, may not: only the end of the pass shows that its gradients are complete.
+        late: number of buckets, the last ones, that the end of the pass does not launch either, see
+            :meth:`launch_late`.
     """
 
-    def __init__(self, buckets: Sequence[Mapping[str, Tensor]], early: Sequence[bool]) -> None:
-        self._buckets, self._early = tuple(buckets), tuple(early)
+    def __init__(self, buckets: Sequence[Mapping[str, Tensor]], early: Sequence[bool], late: int = 0) -> None:
+        self._buckets, self._in_pass = tuple(buckets), len(buckets) - late
+        self._early = [is_early and index < self._in_pass for index, is_early in enumerate(early)]
         self._missing: list[set[str]] = []
         self._next = 0
         self._hooks: list[RemovableHandle] = []
@@ -55,9 +58,14 @@ class BucketLauncher:
         launch(self._next - 1)
 
     def end(self, launch: Callable[[int], None]) -> None:
-        """Remove the hooks and launch the remaining buckets; called after the backward pass."""
+        """Remove the hooks and launch the remaining buckets but the late ones; called after the backward pass."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        while self._next < self._in_pass:
+            self._launch_next(launch)
+
+    def launch_late(self, launch: Callable[[int], None]) -> None:
+        """Launch the late buckets; called when the worker has sent all its messages of the step."""
         while self._next < len(self._buckets):
             self._launch_next(launch)

@@ -18,7 +18,16 @@ from polylane.runtime.plain_data import plain_objects as objects
 from polylane.runtime.transport import protocol
 from polylane.runtime.transport.protocol import Deferred, FinishedTransfer, PendingResult, PendingTransfer, R
 from polylane.runtime.workers.failure import looks_like_peer_loss
-from polylane.runtime.workers.world import TIMEOUT, World
+from polylane.runtime.workers.world import TIMEOUT, World, make_nccl_options
+
+
+# What a process group is for, in its description, which NCCL's logs and recordings show.
+GROUP, CHANNEL = "group", "channel"
+# The most thread blocks of a message's kernel. Each has a multiprocessor for itself until the message has been taken: by
+# default up to 32 of an H100's 132, which the passes beside it need.
+CHANNEL_BLOCKS = 8
+# Bytes of a small and of a large collective of each kind, for which NCCL may use algorithms of different connections.
+CONNECTED_BYTES = (8, 4 << 20)
 
 
 @dataclass
@@ -39,12 +48,21 @@ class _ProcessGroups:
     control: dist.ProcessGroup | None = None
     made: list[dist.ProcessGroup] = field(default_factory=list)
 
-    def make_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        """Make a new process group; a collective over the whole world."""
+    def make_group(
+        self, ranks: Sequence[int], backend: str | None = None, description: str = GROUP
+    ) -> dist.ProcessGroup:
+        """Make a new process group; a collective over the whole world.
+
+        Args:
+            ranks: ranks of its members in the default group.
+            backend: its c10d backend; default: the world's.
+            description: what it is for; the channels of NCCL have few thread blocks.
+        """
         is_member, is_part = dist.get_rank() in ranks, self.world.group is not None
-        group: dist.ProcessGroup = (
-            self.world.new_part_group(ranks, backend) if is_part else dist.new_group(list(ranks), TIMEOUT, backend)
-        )
+        options = make_nccl_options(CHANNEL_BLOCKS if description == CHANNEL else None) if backend is None else None
+        make = self.world.new_part_group if is_part else dist.new_group
+        label = f"{description} {list(ranks)}"
+        group: dist.ProcessGroup = make(list(ranks), backend=backend, pg_options=options, group_desc=label)
         if is_member or is_part:
             self.made.append(group)
         if is_member:
@@ -82,7 +100,8 @@ class C10dTransport:
     On gloo all messages share the default group: it carries every dtype, and one direction does not delay the other
     (256 KB there and back: 0.2 ms, in one group as in two). NCCL runs the operations of one communicator one after the
     other, and has no tags: there each directed channel has a communicator of its own, so that opposite directions
-    never wait for each other.
+    never wait for each other. A message is a broadcast in it: torch keeps the tensors of a collective until its wait,
+    but has the allocator hold those of a point-to-point operation back, as long as the channel is behind.
 
     Args:
         world: this worker among all workers.
@@ -107,26 +126,29 @@ class C10dTransport:
         self._tag = tag
         # Sends that were not waited for yet: gloo loses a message whose handle is freed before it has been sent.
         self._unsent: set[Deferred[Tensor]] = set()
-        has_tags = world.backend == "gloo"
+        self.is_ordered = world.is_ordered
         # Making a group is a collective over the whole world: every rank goes through the same lists in their order.
         if world.size > 1:
             world.connect()
         self._groups = _ProcessGroups(world)
         # Groups end with the transport, at the latest before the interpreter does.
         weakref.finalize(self, self._groups.destroy_groups)
-        self._open_channels(channels, shared=has_tags)
+        self._open_channels(channels)
         self._open_groups(groups, own_groups)
         if self.size > 1:
-            control = self._groups.everyone if has_tags else self._groups.make_group(range(self.size), backend="gloo")
-            self._groups.control = control
-        if not has_tags:
+            is_ordered, members = self.is_ordered, range(self.size)
+            self._groups.control = (
+                self._groups.make_group(members, "gloo") if is_ordered else self._groups.everyone
+            )
+        if self.is_ordered:
             self._connect()
 
-    def _open_channels(self, channels: Iterable[protocol.Channel], shared: bool) -> None:
+    def _open_channels(self, channels: Iterable[protocol.Channel]) -> None:
         """Store the group of each of this rank's channels, and the peer's rank in that group."""
         for sender, receiver in dict.fromkeys(channels):
             protocol.require_channel(sender, receiver, self.size)
-            group = self._groups.everyone if shared else self._groups.make_group((sender, receiver))
+            pair = (sender, receiver)
+            group = self._groups.make_group(pair, description=CHANNEL) if self.is_ordered else self._groups.everyone
             if self.rank in (sender, receiver):
                 peer = receiver if self.rank == sender else sender
                 self._groups.channels[sender, receiver] = group, dist.get_group_rank(group, peer)
@@ -142,16 +164,29 @@ class C10dTransport:
                 self._groups.sums[ranks] = group
 
     def _connect(self) -> None:
-        """Use every communicator once, in the same order at all ranks.
+        """Use every communicator for every kind of operation, small and large, in the same order at all ranks.
 
-        NCCL connects at the first use and waits for the other side: if the schedule decided the order, a ring of first
-        uses would deadlock.
+        NCCL connects at the first use of an algorithm, on the host, and waits for all members there: if a step decided
+        the order, ranks that are at different places of it would wait for each other for ever.
         """
-        for (sender, _), (group, group_rank) in self._groups.channels.items():
-            token = torch.zeros(1, device=self._device)
-            (group.send if self.rank == sender else group.recv)([token], group_rank, 0).wait()
-        for group in self._groups.sums.values():
-            group.allreduce([torch.zeros(1, device=self._device)]).wait()
+        for nbytes in CONNECTED_BYTES:
+            for (sender, receiver), (group, _) in self._groups.channels.items():
+                buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+                self._start_message(group, sender, receiver, buffer).wait()
+            for members, group in self._groups.sums.items():
+                part = torch.zeros(nbytes // 8, dtype=torch.float64, device=self._device)
+                whole = part.repeat(len(members))
+                group.allreduce([part]).wait()
+                group._allgather_base(whole, part).wait()
+                group._reduce_scatter_base(part, whole).wait()
+                group.alltoall_base(torch.empty_like(whole), whole, [], [], dist.AllToAllOptions()).wait()
+                group.broadcast([part], dist.BroadcastOptions()).wait()
+
+    def _start_message(self, group: dist.ProcessGroup, sender: int, receiver: int, buffer: Tensor) -> dist.Work:
+        """Start a message on an ordered backend: a broadcast from the sender in the group of a channel."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0 if sender < receiver else 1
+        return group.broadcast([view_as_bytes(buffer)], options)
 
     def send(self, tensor: Tensor, peer: int) -> PendingTransfer:
         group, group_rank = self._channel(self.rank, peer)
@@ -161,7 +196,11 @@ class C10dTransport:
         self.counters.count_sent("send", wire, wire.nbytes)
         with (blame := BlamePeer(peer, "sending", wire)):
             # The group's own method: dist.isend repeats checks, which take 5 to 10 us.
-            work = group.send([wire], group_rank, self._tag)
+            work = (
+                self._start_message(group, self.rank, peer, wire)
+                if self.is_ordered
+                else group.send([wire], group_rank, self._tag)
+            )
         unsent = self._unsent
 
         def finish() -> Tensor:
@@ -181,7 +220,11 @@ class C10dTransport:
             return FinishedTransfer(wire)
         self.counters.count_local("receive", wire)
         with (blame := BlamePeer(peer, "receiving", wire)):
-            work = group.recv([wire], group_rank, self._tag)
+            work = (
+                self._start_message(group, peer, self.rank, wire)
+                if self.is_ordered
+                else group.recv([wire], group_rank, self._tag)
+            )
         return wait_for_work(work, blame, lambda: wire)
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> PendingTransfer:
@@ -208,9 +251,8 @@ class C10dTransport:
         padded = wire if wire.numel() == longest else torch.cat([wire, wire.new_zeros(longest - wire.numel())])
         buffer = wire.new_empty(longest * len(members))
         self.counters.count_sent("all_gather", wire, padded.nbytes * (len(members) - 1))
-        parts = [view_as_bytes(part) for part in buffer.split(longest)]
         with (blame := BlamePeer(None, f"gathering from ranks {members}", wire)):
-            work = group.allgather([parts], [view_as_bytes(padded)])
+            work = group._allgather_base(view_as_bytes(buffer), view_as_bytes(padded))
 
         def join() -> Tensor:
             # The group is in ascending order, the result in the caller's.
@@ -219,7 +261,7 @@ class C10dTransport:
                 return buffer
             return torch.cat([parts_by_rank[rank][: by_rank[rank]] for rank in ranks])
 
-        return wait_for_work(work, blame, join, (padded, parts))
+        return wait_for_work(work, blame, join, padded)
 
     def reduce_scatter(
         self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None
@@ -231,17 +273,28 @@ class C10dTransport:
         wire = protocol.make_contiguous(tensor)
         if group is None or wire.numel() == 0:
             return FinishedTransfer(wire.clone())
-        # Parts of different sizes are padded to the longest one, as in all_gather.
         by_rank, longest = dict(zip(ranks, wire.split(list(sizes)), strict=True)), max(sizes)
-        padded = wire.new_zeros(longest * len(members))
-        for padded_part, rank in zip(padded.split(longest), members, strict=True):
-            padded_part[: by_rank[rank].numel()] = by_rank[rank]
-        total = wire.new_empty(longest)
+        own_elements, padded = by_rank[self.rank].numel(), wire
+        if tuple(sizes) != (longest,) * len(members) or tuple(ranks) != members:
+            # Parts of different sizes are padded to the longest one, as in all_gather.
+            padded = wire.new_zeros(longest * len(members))
+            for padded_part, rank in zip(padded.split(longest), members, strict=True):
+                padded_part[: by_rank[rank].numel()] = by_rank[rank]
         self.counters.count_sent("reduce_scatter", wire, padded.nbytes * (len(members) - 1) // len(members))
-        parts = [view_as_real(part) for part in padded.split(longest)]
-        with (blame := BlamePeer(None, f"summing parts over ranks {members}", wire)):
-            work = group.reduce_scatter([view_as_real(total)], [parts])
-        return wait_for_work(work, blame, lambda: total[: by_rank[self.rank].numel()], (padded, parts))
+        blame = BlamePeer(None, f"summing parts over ranks {members}", wire)
+        if not self.is_ordered:
+            # gloo sums the whole vector at all ranks: to exchange the parts takes half the time (16 MiB, 2 to 4 ranks).
+            arrived = torch.empty_like(padded)
+            with blame:
+                work = group.alltoall_base(
+                    view_as_bytes(arrived), view_as_bytes(padded), [], [], dist.AllToAllOptions()
+                )
+            rows = arrived.view(len(members), longest)
+            return wait_for_work(work, blame, lambda: sum_rows(rows)[:own_elements], padded)
+        total = wire.new_empty(longest)
+        with blame:
+            work = group._reduce_scatter_base(view_as_real(total), view_as_real(padded))
+        return wait_for_work(work, blame, lambda: total[:own_elements], padded)
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> PendingTransfer:
         group, members = self._group(ranks)
@@ -371,6 +424,14 @@ def _finish_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], buffe
     with blame:
         work.wait()
     return make()
+
+
+def sum_rows(rows: Tensor) -> Tensor:
+    """Return the sum of a matrix's rows, in their order, so that it does not depend on who sums."""
+    total = rows[0] + rows[1]
+    for row in rows[2:]:
+        total += row
+    return total
 
 
 def view_as_bytes(tensor: Tensor) -> Tensor:

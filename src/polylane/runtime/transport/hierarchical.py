@@ -111,7 +111,7 @@ class HierarchicalTransport:
         tag: int = 0,
         own_groups: bool = False,
     ) -> None:
-        self.rank, self.size = world.rank, world.size
+        self.rank, self.size, self.is_ordered = world.rank, world.size, False
         self.counters = protocol.TransportCounters()
         channels = list(dict.fromkeys(channels))
         named = list(dict.fromkeys(protocol.normalize_group(group, world.size) for group in groups))

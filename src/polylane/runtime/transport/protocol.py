@@ -52,11 +52,14 @@ class Transport(Protocol):
     Attributes:
         rank: rank of this worker in the world.
         size: number of workers of the world.
+        is_ordered: whether an operation that was started may hold up all that this worker starts later, until its
+            partners have started it too, as kernels of NCCL may; others go on beside each other.
         counters: messages and bytes since the transport was made.
     """
 
     rank: int
     size: int
+    is_ordered: bool
     counters: TransportCounters
 
     def send(self, tensor: Tensor, peer: int) -> PendingTransfer:

@@ -76,6 +76,7 @@ class StagedTransport:
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
         self.rank, self.size, self.counters = inner.rank, inner.size, inner.counters
+        self.is_ordered = inner.is_ordered
         self._inner, self._staging = inner, HostStaging(device)
 
     def send(self, tensor: Tensor, peer: int) -> PendingTransfer:

@@ -124,7 +124,12 @@ class World:
         store = PrefixStore(name_attempt(PrefixStore("attempt", store), rank, size, timeout), store)
         backend = agree_on_backend(PrefixStore("backend", store), rank, size, backend, device)
         dist.init_process_group(
-            backend, store=PrefixStore("default", store), rank=rank, world_size=size, timeout=timeout
+            backend,
+            store=PrefixStore("default", store),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            pg_options=make_nccl_options() if backend == "nccl" else None,
         )
         workers = PrefixStore("workers", store)
         world = cls(rank, size, launch.local_rank, device, backend, is_joined=True, store=workers)
@@ -145,7 +150,12 @@ class World:
                 os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
             try:
                 dist.init_process_group(
-                    self.backend, store=self.board.store, rank=self.rank, world_size=self.size, timeout=TIMEOUT
+                    self.backend,
+                    store=self.board.store,
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=TIMEOUT,
+                    pg_options=make_nccl_options() if self.backend == "nccl" else None,
                 )
             except RuntimeError as error:
                 if "Unable to find address" not in str(error):
@@ -194,6 +204,11 @@ class World:
     def is_staged(self) -> bool:
         """Whether the tensors of this worker's device travel through the host, because its backend carries no other."""
         return self.backend == "gloo" and self.device.type != "cpu"
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether a communication that was started may hold up what this worker starts later, as kernels of NCCL do."""
+        return self.backend not in (None, "gloo")
 
     @property
     def accelerator(self) -> torch.device | None:
@@ -264,6 +279,21 @@ class World:
 def _destroy_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def make_nccl_options(most_blocks: int | None = None) -> Any:
+    """Return the options of a process group over NCCL; None where torch has been built without it.
+
+    Args:
+        most_blocks: the most thread blocks of one of its kernels; None: as many as NCCL takes.
+    """
+    if not dist.is_nccl_available():
+        return None
+    # Kernels of communication are few and wait for others: behind a queue of large matmuls they would make these wait.
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if most_blocks is not None:
+        options.config.max_ctas = most_blocks
+    return options
 
 
 def backend_of_device(device: torch.device) -> str:

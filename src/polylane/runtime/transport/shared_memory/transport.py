@@ -56,6 +56,7 @@ class SharedMemoryTransport:
     ) -> None:
         self.rank = world.rank
         self.size = world.size
+        self.is_ordered = False
         self.counters = protocol.TransportCounters()
         self._hub = hub
         self._first_key = hub.add_user() << 52
