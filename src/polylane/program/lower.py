@@ -171,15 +171,11 @@ def unroll(programs: Sequence[Program], plan: Plan, steps: int = 2) -> tuple[Pro
     count = plan.microbatches
 
     def number(action: Action, step: int) -> Action:
-        return replace(
-            action, microbatch=(step - action.steps_back) * count + (action.microbatch or 0), steps_back=0
-        )
+        return replace(action, microbatch=(step - action.steps_back) * count + (action.microbatch or 0), steps_back=0)
 
     places = place_unrolled(programs, plan, steps)
     return tuple(
-        replace(
-            program, actions=tuple(number(program.actions[index], step) for step, index in places[program.rank])
-        )
+        replace(program, actions=tuple(number(program.actions[index], step) for step, index in places[program.rank]))
         for program in programs
     )
 

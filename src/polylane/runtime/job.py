@@ -120,7 +120,8 @@ class Job(JobWeights, JobEvaluations, JobCheckpoints, JobTelemetry):
         else:
             self._role = ServingRole(prepared, world, clip_norm)
         self._rank, self.world = world.rank, self._role.world
-        self._at_exit = CloseAtExit(self.close) if self.plan.sync.has_servers else None
+        ends_by_itself = not (self.plan.sync.has_servers or self.world.is_ordered)
+        self._at_exit = None if ends_by_itself else CloseAtExit(self.close)
 
     def _resolve_objective(self, name: str | None) -> str:
         if name is not None and name not in self._objectives:
@@ -280,6 +281,8 @@ class Job(JobWeights, JobEvaluations, JobCheckpoints, JobTelemetry):
             if self.audit is not None:
                 self.audit.close()
             self._role.close()
+            if self._at_exit is not None:
+                self._at_exit.mark_closed()
 
     def abandon(self) -> None:
         """Let this process exit without waiting for the other workers, which may never close after an error.

@@ -109,8 +109,7 @@ class TransportAxis:
         def finish() -> list[Tensor | None]:
             arrived = pending.wait()
             return [
-                pieces[i] if i == self.index else None if shapes[i] is None else arrived[i]
-                for i in range(self.degree)
+                pieces[i] if i == self.index else None if shapes[i] is None else arrived[i] for i in range(self.degree)
             ]
 
         return self._timed(finish)

@@ -124,7 +124,13 @@ def running_session(session: ScriptSession) -> Iterator[None]:
     _sessions.append(session)
     try:
         yield
-    except (PolylaneError, ActionFailed) as error:
+    except Exception as error:
+        # This process ends without waiting for the others, which may wait for it.
+        for loop in session.loops:
+            if loop.runner.job is not None:
+                loop.runner.job.abandon()
+        if not isinstance(error, PolylaneError | ActionFailed):
+            raise
         cause = error.cause if isinstance(error, ActionFailed) else error
         if isinstance(cause, PolylaneError):
             _name_line(cause, error)

@@ -171,6 +171,13 @@ class TestAccelerators:
             each.join()
         assert found == {0: chosen, 1: chosen}
 
+    @pytest.mark.parametrize(("identity", "backend"), [("GPU-7", "nccl"), ("", "gloo")])
+    def test_a_process_that_sees_one_device_of_many_has_it_for_itself(self, monkeypatch, identity, backend):
+        """As under Slurm's --gpus-per-task=1: eight processes of a host, each of which sees one device."""
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+        monkeypatch.setattr(world_module, "_device_identity", lambda device: identity)
+        assert world_module._own_backend(torch.device("cuda", 0), 8) == backend
+
     def test_one_that_gloo_would_have_to_serve_is_no_choice(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
         assert pick_device(0) == torch.device("cpu")

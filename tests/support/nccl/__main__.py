@@ -39,7 +39,9 @@ def main() -> int:
         counts = Counter(violation.partition(":")[0] for violation in violations)
         steps = sum(launch.phase.startswith("step") for launch in recording.launches[0]) // 2
         row = " | ".join(str(counts[law] or "") for law in LAWS)
-        print(f"| `{plan}` | {recording.difference:.0e} | {max(recording.communicators)} | {steps} | {row} |", flush=True)
+        print(
+            f"| `{plan}` | {recording.difference:.0e} | {max(recording.communicators)} | {steps} | {row} |", flush=True
+        )
         broken += bool(violations)
         if not options.brief:
             print(*(f"    {violation}\n" for violation in violations), sep="", end="", flush=True)

@@ -178,7 +178,9 @@ class FakeNccl(dist.ProcessGroup):
             RECORDER.communicators.append(self._key)
         nbytes = sum(tensor.nbytes for tensor, _ in (inputs or outputs))
         index, in_flight = len(RECORDER.launches), tuple(sorted(RECORDER.open))
-        launch = Launch(self._key, self._number, kind, form, nbytes, name_caller(), in_flight, self._blocks, RECORDER.phase)
+        launch = Launch(
+            self._key, self._number, kind, form, nbytes, name_caller(), in_flight, self._blocks, RECORDER.phase
+        )
         RECORDER.launches.append(launch)
         RECORDER.open.add(index)
         self._number += 1
@@ -202,7 +204,9 @@ class FakeNccl(dist.ProcessGroup):
         copy, copies = tensor.detach().clone(), [part.detach().clone() for part in parts]
         work = self._inner.allgather([copies], [copy], opts or c10d.AllgatherOptions())
         form = tensor.numel() * self.size(), tensor.dtype
-        return self._launch("all_gather, of a list", form, work, [(tensor, copy)], list(zip(parts, copies, strict=True)))
+        return self._launch(
+            "all_gather, of a list", form, work, [(tensor, copy)], list(zip(parts, copies, strict=True))
+        )
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> FakeWork:
         copy, whole = tensor.detach().clone(), torch.empty_like(output)
@@ -212,7 +216,9 @@ class FakeNccl(dist.ProcessGroup):
         sources = [] if in_place else [(tensor, copy)]
         return self._launch("all_gather", (output.numel(), output.dtype), work, sources, [(output, whole)])
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> FakeWork:
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> FakeWork:
         (total,), (parts,) = outputs, inputs
         copies, result = [part.detach().clone() for part in parts], total.detach().clone()
         work = self._inner.reduce_scatter([result], [copies], opts or c10d.ReduceScatterOptions())
@@ -224,7 +230,9 @@ class FakeNccl(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> FakeWork:
         copy, result = tensor.detach().clone(), torch.empty_like(output)
         work = self._inner._reduce_scatter_base(result, copy, opts or c10d.ReduceScatterOptions())
-        return self._launch("reduce_scatter", (tensor.numel(), tensor.dtype), work, [(tensor, copy)], [(output, result)])
+        return self._launch(
+            "reduce_scatter", (tensor.numel(), tensor.dtype), work, [(tensor, copy)], [(output, result)]
+        )
 
     def alltoall_base(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None

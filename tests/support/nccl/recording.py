@@ -52,15 +52,19 @@ def record_training(name: str, plan: str, workers: int, steps: int = STEPS) -> R
     return Recording([report[0] for report in reports], [report[1] for report in reports], weights, difference)
 
 
-def _train_recorded(
-    name: str, plan: str, steps: int, context: WorkerContext
-) -> tuple[Sequence[Launch], int, dict[str, Tensor]]:
+def become_nccl_worker() -> None:
+    """Make this forked worker what a GPU's would be: without shared memory, on a backend that orders its kernels."""
     torch.set_num_threads(1)
     fake_nccl.use_fake_nccl()
-    # What a GPU's worker would be: no shared memory, and a backend that orders its kernels.
     os.environ[VARIABLE] = "gloo"
     assert world._started is not None
     world._started = replace(world._started, backend=fake_nccl.NAME)
+
+
+def _train_recorded(
+    name: str, plan: str, steps: int, context: WorkerContext
+) -> tuple[Sequence[Launch], int, dict[str, Tensor]]:
+    become_nccl_worker()
     model, loss, dtype = build(name, torch.float64), trainings()[name][1], torch.float64
     example = batch_of(name, 0, dtype)
     job = polylane.parallelize(model, loss, sgd, example=example, plan=plan, audit="off")

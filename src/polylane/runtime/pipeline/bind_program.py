@@ -224,7 +224,9 @@ class StageBinder:
         if not any(len(bucket.ranks) > 1 for bucket in buckets):
             return StageHooks(), None
         clock, late = self.connections.mesh.waits.clock, self._count_late(buckets) if transport.is_ordered else 0
-        return StageHooks(), AllReducer(buckets, targets, optional, transport, self.codec, program.replicas, clock, late)
+        return StageHooks(), AllReducer(
+            buckets, targets, optional, transport, self.codec, program.replicas, clock, late
+        )
 
     def _count_late(self, buckets: Sequence[GradientBucket]) -> int:
         """Return how many buckets, from the first one on whose ranks do not end their last backward pass together."""

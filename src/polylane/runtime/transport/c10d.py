@@ -2,93 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polylane.errors import PeerLost
 from polylane.runtime.plain_data import plain_objects as objects
 from polylane.runtime.transport import protocol
-from polylane.runtime.transport.protocol import Deferred, FinishedTransfer, PendingResult, PendingTransfer, R
-from polylane.runtime.workers.failure import looks_like_peer_loss
-from polylane.runtime.workers.world import TIMEOUT, World, make_nccl_options
+from polylane.runtime.transport.pending_work import BlamePeer, sum_rows, view_as_bytes, view_as_real, wait_for_work
+from polylane.runtime.transport.process_groups import CHANNEL, ProcessGroups
+from polylane.runtime.transport.protocol import Deferred, FinishedTransfer, PendingResult, PendingTransfer
+from polylane.runtime.workers.world import World
 
-
-# What a process group is for, in its description, which NCCL's logs and recordings show.
-GROUP, CHANNEL = "group", "channel"
-# The most thread blocks of a message's kernel. Each has a multiprocessor for itself until the message has been taken: by
-# default up to 32 of an H100's 132, which the passes beside it need.
-CHANNEL_BLOCKS = 8
 # Bytes of a small and of a large collective of each kind, for which NCCL may use algorithms of different connections.
 CONNECTED_BYTES = (8, 4 << 20)
-
-
-@dataclass
-class _ProcessGroups:
-    """The process groups of one transport.
-
-    Attributes:
-        world: the transport's workers; they may be a part of a larger default group.
-        channels: by (sender, receiver), the group of a channel and the peer's rank in that group.
-        sums: group of each declared set of ranks, by the ranks in ascending order.
-        control: group that carries objects and barriers, over the CPU.
-        made: groups that this transport made, and must destroy.
-    """
-
-    world: World
-    channels: dict[protocol.Channel, tuple[dist.ProcessGroup, int]] = field(default_factory=dict)
-    sums: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    control: dist.ProcessGroup | None = None
-    made: list[dist.ProcessGroup] = field(default_factory=list)
-
-    def make_group(
-        self, ranks: Sequence[int], backend: str | None = None, description: str = GROUP
-    ) -> dist.ProcessGroup:
-        """Make a new process group; a collective over the whole world.
-
-        Args:
-            ranks: ranks of its members in the default group.
-            backend: its c10d backend; default: the world's.
-            description: what it is for; the channels of NCCL have few thread blocks.
-        """
-        is_member, is_part = dist.get_rank() in ranks, self.world.group is not None
-        options = make_nccl_options(CHANNEL_BLOCKS if description == CHANNEL else None) if backend is None else None
-        make = self.world.new_part_group if is_part else dist.new_group
-        label = f"{description} {list(ranks)}"
-        group: dist.ProcessGroup = make(list(ranks), backend=backend, pg_options=options, group_desc=label)
-        if is_member or is_part:
-            self.made.append(group)
-        if is_member:
-            self.world.authenticate_group(group)
-        return group
-
-    @property
-    def everyone(self) -> dist.ProcessGroup:
-        """Process group of all workers of the world."""
-        group = self.world.group or dist.group.WORLD
-        assert group is not None  # a world of more than one worker has joined one
-        return group
-
-    def destroy_groups(self) -> None:
-        """Destroy the groups made here, and drop references to all others.
-
-        A group that is still alive when the interpreter exits may abort the process: one of gloo's threads then
-        releases a Python tensor too late.
-        """
-        for group in self.made:
-            with contextlib.suppress(ValueError):  # already destroyed with the world's
-                dist.destroy_process_group(group)
-        self.made.clear()
-        self.channels.clear()
-        self.sums.clear()
-        self.control = None
 
 
 class C10dTransport:
@@ -130,16 +60,16 @@ class C10dTransport:
         # Making a group is a collective over the whole world: every rank goes through the same lists in their order.
         if world.size > 1:
             world.connect()
-        self._groups = _ProcessGroups(world)
-        # Groups end with the transport, at the latest before the interpreter does.
-        weakref.finalize(self, self._groups.destroy_groups)
+        self._groups = ProcessGroups(world)
+        # Groups of gloo end with the transport, at the latest before the interpreter does. Those of NCCL only by close():
+        # to destroy one waits for its kernels, which after an error may be for ever.
+        if not self.is_ordered:
+            weakref.finalize(self, self._groups.destroy_groups)
         self._open_channels(channels)
         self._open_groups(groups, own_groups)
         if self.size > 1:
             is_ordered, members = self.is_ordered, range(self.size)
-            self._groups.control = (
-                self._groups.make_group(members, "gloo") if is_ordered else self._groups.everyone
-            )
+            self._groups.control = self._groups.make_group(members, "gloo") if is_ordered else self._groups.everyone
         if self.is_ordered:
             self._connect()
 
@@ -378,67 +308,3 @@ class C10dTransport:
             return self._groups.channels[sender, receiver]
         except KeyError:
             raise protocol.undeclared(self.rank, f"channel from {sender} to {receiver}") from None
-
-
-# ---- pending operations of torch.distributed -------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class BlamePeer:
-    """Context manager that turns a backend's "connection closed" into a PeerLost.
-
-    Attributes:
-        peer: rank of the peer to name, or None if any member may be the lost one.
-        doing: what this worker was doing, in words, as ``"sending"``.
-        tensor: tensor of the operation, whose dtype and shape the error names; or None.
-    """
-
-    peer: int | None
-    doing: str
-    tensor: Tensor | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
-        if error is None or not looks_like_peer_loss(error):
-            return
-        description = "" if self.tensor is None else f" {self.tensor.dtype} {tuple(self.tensor.shape)}"
-        raise PeerLost(self.peer, self.doing + description, str(error)) from error
-
-
-def wait_for_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], buffers: object = None) -> Deferred[R]:
-    """Return a pending operation of the backend, whose result is built from the buffers that it wrote.
-
-    Args:
-        work: the backend's handle of the operation.
-        blame: turns the end of a connection into an error that names the peer.
-        make: builds the result, once the operation is complete.
-        buffers: buffers that the backend reads or writes beside those of ``make``; alive until the result is built.
-    """
-
-    return Deferred(partial(_finish_work, work, blame, make, buffers))
-
-
-def _finish_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], buffers: object) -> R:
-    with blame:
-        work.wait()
-    return make()
-
-
-def sum_rows(rows: Tensor) -> Tensor:
-    """Return the sum of a matrix's rows, in their order, so that it does not depend on who sums."""
-    total = rows[0] + rows[1]
-    for row in rows[2:]:
-        total += row
-    return total
-
-
-def view_as_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as uint8 vector, which a backend carries for any dtype."""
-    return view_as_real(tensor).view(-1).view(torch.uint8)
-
-
-def view_as_real(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor as real numbers, which a backend sums: complex ones get a dimension of 2."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

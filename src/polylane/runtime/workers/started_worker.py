@@ -23,6 +23,7 @@ import torch
 
 from polylane.output import guard_streams, put_work_first
 from polylane.runtime.plain_data.serialization import encode
+from polylane.runtime.workers.close_at_exit import end_at_once
 from polylane.runtime.workers.failure import Failure
 from polylane.runtime.workers.file_store import FileStore, MeetingPlace
 from polylane.runtime.workers.forked_child import end_forked_children
@@ -30,7 +31,7 @@ from polylane.runtime.workers.launch_environment import hide_ranks
 from polylane.runtime.workers.parent_tie import tie_to_parent
 from polylane.runtime.workers.stop_request import StopRequest
 from polylane.runtime.workers.worker_pipe import FAILURE, MESSAGE, RESULT, write_report
-from polylane.runtime.workers.world import TIMEOUT, World
+from polylane.runtime.workers.world import TIMEOUT, World, is_ordered
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ class StartedWorker:
         hide_ranks()
         torch.set_num_threads(self.threads)
         if self._run(worker) is not None:
+            if is_ordered():
+                end_at_once()
             sys.exit(1)
 
     def _follow_parent(self) -> None:

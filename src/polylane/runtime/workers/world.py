@@ -91,9 +91,9 @@ class World:
         """
         global _started
         device = pick_device(rank)
-        _started = cls(
-            rank, size, rank, device, _own_backend(device, size), True, board=board, stop=stop or StopRequest()
-        )
+        shares = device.type != "cpu" and size > torch.accelerator.device_count()
+        backend = "gloo" if shares else backend_of_device(device)
+        _started = cls(rank, size, rank, device, backend, True, board=board, stop=stop or StopRequest())
         return _started
 
     @classmethod
@@ -145,9 +145,10 @@ class World:
         """
         if self.board is not None and not dist.is_initialized():
             self.board.all_gather_object(None)  # a worker that has ended raises PeerLost here, not in the backend
-            # All workers are on this host: gloo must not listen on an interface that other hosts can reach.
-            if self.backend == "gloo":
-                os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+            # All workers are on this host: nothing must listen on an interface that other hosts can reach. Gloo also
+            # carries the objects of workers over NCCL, which itself listens where its members first meet.
+            os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
             try:
                 dist.init_process_group(
                     self.backend,
@@ -233,7 +234,9 @@ class World:
         self.authenticate_group(group)
         return replace(self, size=size, group=group, board=None)
 
-    def new_part_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    def new_part_group(
+        self, ranks: Sequence[int], backend: str | None = None, **options: Any
+    ) -> dist.ProcessGroup:
         """Make a process group of some workers; a collective of all workers of this world.
 
         Processes outside of this world (dedicated servers) do not take part. Torch names a group by the number of
@@ -243,13 +246,16 @@ class World:
         Args:
             ranks: the members, among the workers of this world.
             backend: of c10d; None: that of the default group.
+            options: further ones of ``torch.distributed.new_group``.
 
         Returns:
             The group; of this worker alone, if it is no member.
         """
         global _part_groups
         members = list(ranks) if self.rank in ranks else [self.rank]
-        group: dist.ProcessGroup = dist.new_group(members, TIMEOUT, backend, use_local_synchronization=True)
+        group: dist.ProcessGroup = dist.new_group(
+            members, TIMEOUT, backend, use_local_synchronization=True, **options
+        )
         _part_groups += 1
         return group
 
@@ -279,6 +285,11 @@ class World:
 def _destroy_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def is_ordered() -> bool:
+    """Return whether this process is a started worker with an ordered backend, see :attr:`World.is_ordered`."""
+    return _started is not None and _started.is_ordered
 
 
 def make_nccl_options(most_blocks: int | None = None) -> Any:
@@ -338,14 +349,24 @@ def pick_device(local_rank: int) -> torch.device:
     accelerator = accelerator_type()
     if accelerator is None:
         return torch.device("cpu")
+    # Read when the device is first used. Each process group has a stream of its own: with the 8 hardware queues that are
+    # usual, streams of a tensor-parallel worker would wait for each other.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # NCCL then makes all connections when a communicator is made. At the first use of each algorithm, as usual, hosts
+    # would meet in the middle of a step, each behind other work.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     device = torch.device(accelerator, local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device)
     return device
 
 
 def _own_backend(device: torch.device, local_size: int) -> str:
-    """Return the backend that a worker could use, if the others can: gloo where workers of its host share devices."""
-    if device.type != "cpu" and local_size > torch.accelerator.device_count():
+    """Return the backend that a worker could use, if the others can and none of them has its device.
+
+    A process may see one device of many (CUDA_VISIBLE_DEVICES, as Slurm sets it with --gpus-per-task=1): how many it
+    sees says nothing where the driver identifies them.
+    """
+    if device.type != "cpu" and not _device_identity(device) and local_size > torch.accelerator.device_count():
         return "gloo"
     return backend_of_device(device)
 

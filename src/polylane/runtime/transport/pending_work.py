@@ -1,0 +1,76 @@
+"""Pending operations of torch.distributed: their ends, whom an error names, and tensors as a backend takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polylane.errors import PeerLost
+from polylane.runtime.transport.protocol import Deferred, R
+from polylane.runtime.workers.failure import looks_like_peer_loss
+
+
+@dataclass(slots=True)
+class BlamePeer:
+    """Context manager that turns a backend's "connection closed" into a PeerLost.
+
+    Attributes:
+        peer: rank of the peer to name, or None if any member may be the lost one.
+        doing: what this worker was doing, in words, as ``"sending"``.
+        tensor: tensor of the operation, whose dtype and shape the error names; or None.
+    """
+
+    peer: int | None
+    doing: str
+    tensor: Tensor | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
+        if error is None or not looks_like_peer_loss(error):
+            return
+        description = "" if self.tensor is None else f" {self.tensor.dtype} {tuple(self.tensor.shape)}"
+        raise PeerLost(self.peer, self.doing + description, str(error)) from error
+
+
+def wait_for_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], buffers: object = None) -> Deferred[R]:
+    """Return a pending operation of the backend, whose result is built from the buffers that it wrote.
+
+    Args:
+        work: the backend's handle of the operation.
+        blame: turns the end of a connection into an error that names the peer.
+        make: builds the result, once the operation is complete.
+        buffers: buffers that the backend reads or writes beside those of ``make``; alive until the result is built.
+    """
+
+    return Deferred(partial(_finish_work, work, blame, make, buffers))
+
+
+def _finish_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], buffers: object) -> R:
+    with blame:
+        work.wait()
+    return make()
+
+
+def sum_rows(rows: Tensor) -> Tensor:
+    """Return the sum of a matrix's rows, in their order, so that it does not depend on who sums."""
+    total = rows[0] + rows[1]
+    for row in rows[2:]:
+        total += row
+    return total
+
+
+def view_as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as uint8 vector, which a backend carries for any dtype."""
+    return view_as_real(tensor).view(-1).view(torch.uint8)
+
+
+def view_as_real(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as real numbers, which a backend sums: complex ones get a dimension of 2."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
