@@ -1,4 +1,4 @@
-"""Launches of all workers have one order: nothing waits in a circle if each holds up all that its worker starts later."""
+"""Launches of all workers have one order: nothing waits in a circle if each holds up all later ones of its worker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCHEDULES = ("naive", "afab", "1f1b", "zb-h1", "zb-h2")
 
 
 def launches_of_step(program: Program) -> Iterator[Action]:
-    """Yield what a worker launches in a step, in order: receives where they are posted, and all else where it stands."""
+    """Yield what a worker launches in a step, in order: receives where they are posted, all else where it stands."""
     for index, action in enumerate(program.actions):
         yield from (posting.receive for posting in program.meetings[index])
         if action.kind is not ActionKind.RECEIVE:

@@ -19,8 +19,9 @@ from polylane.observe.stretches import TimeState
 from polylane.observe.time_account import account_time
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan import Plan
-from polylane.program.lower import lower, unroll, without_replica_sync
+from polylane.program.lower import lower, without_replica_sync
 from polylane.program.program import Program
+from polylane.program.unroll import unroll
 from polylane.schedule.action import ActionKind
 
 __all__ = ["CostModel", "Prediction", "StagePrediction", "predict"]

@@ -274,10 +274,17 @@ def take_first_samples(leaves: Sequence[Any], count: int, sampled: Sequence[bool
 
 
 def to_device(leaves: Sequence[Any], device: torch.device) -> list[Any]:
-    """Return the leaves with tensors moved to ``device``."""
-    # The host would read what has not arrived; a device computes in the order of its stream.
-    is_behind = device.type != "cpu"
-    return [leaf.to(device, non_blocking=is_behind) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    """Return the leaves with tensors moved to ``device``; an accelerator gets them in the order of its stream."""
+    return [_move(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cpu":  # the host would read what has not arrived
+        return tensor.to(device)
+    # From pageable memory the host waits for the copy, and so for all that the stream was given before it.
+    if tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def cast_leaves(leaves: Sequence[Any], dtype: torch.dtype) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, combinations
 
@@ -17,7 +17,7 @@ from polylane.plan.plan import Plan
 from polylane.program.late_sends import defer_sends
 from polylane.program.program import GradientBucket, Program
 from polylane.schedule.action import Action, ActionKind
-from polylane.schedule.asynchronous import steady_step, steps_in_flight
+from polylane.schedule.asynchronous import steady_step
 from polylane.schedule.round_robin import renumber
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
@@ -161,38 +161,6 @@ def crossing_as_sent(crossing: StageCrossing, plan: Plan) -> StageCrossing | Non
         first_readers.setdefault(plan.first_chunk(consumer), consumer)
     first_readers.pop(plan.first_chunk(crossing.producer), None)
     return replace(crossing, consumers=tuple(first_readers.values())) if first_readers else None
-
-
-def unroll(programs: Sequence[Program], plan: Plan, steps: int = 2) -> tuple[Program, ...]:
-    """Return the programs of an asynchronous pipeline over several steps, from an empty pipeline to an empty one.
-
-    Microbatches are numbered through. After the last step come as many more as its batch is under way.
-    """
-    count = plan.microbatches
-
-    def number(action: Action, step: int) -> Action:
-        return replace(action, microbatch=(step - action.steps_back) * count + (action.microbatch or 0), steps_back=0)
-
-    places = place_unrolled(programs, plan, steps)
-    return tuple(
-        replace(program, actions=tuple(number(program.actions[index], step) for step, index in places[program.rank]))
-        for program in programs
-    )
-
-
-def place_unrolled(programs: Sequence[Program], plan: Plan, steps: int) -> dict[int, list[tuple[int, int]]]:
-    """Return by rank, for each action of :func:`unroll`, the number of its step, and its place in that step's program."""
-    drain_steps = steps_in_flight(stage_graph_of(programs[0].partition, plan), plan.most_turns)
-    batches = steps + drain_steps
-    return {
-        program.rank: [
-            (step, index)
-            for step in range(batches + drain_steps)
-            for index, action in enumerate(program.actions)
-            if 0 <= step - action.steps_back < batches
-        ]
-        for program in programs
-    }
 
 
 def order_receives(programs: Sequence[Program]) -> tuple[Program, ...]:

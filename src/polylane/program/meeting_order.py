@@ -5,9 +5,10 @@ kernels of the same device run beside it: a host that waits for the device holds
 the launches must have one order that all workers agree with, in which a message is one event: its send, and the posting
 of its receive.
 
-    stage 0    F0  F1 ──send──▶  ┐              posted where the stage needs it, the receive of 1 comes behind the send
-    stage 1        F0  B0        ├ recv 1       of gradient 0, and stage 0 posts that one behind its send of 1: a circle.
-                       send g0 ──▶ ...          Posted when message 1 is sent, it comes before, and nobody waits.
+    stage 0    F0  send 0  F1  send 1  recv g0  B0         In the order of need stage 1 would post message 1 behind its
+    stage 1    recv 0  F0  B0  recv 1  send g0  F1         send of gradient 0, which stage 0 posts behind its send of
+                                                           message 1: a circle. Posted when message 1 is sent, no one
+                                                           waits for the other.
 
 The programs are played with a forward pass as the unit of time, half of a backward pass. A message meets its receiver
 when it is sent: the receive is posted before what the receiver has not begun by then. The order of the play's events is
@@ -24,15 +25,15 @@ from dataclasses import replace
 
 from polylane.plan.plan import Plan
 from polylane.program.check import Place, match_messages
-from polylane.program.lower import place_unrolled, unroll
 from polylane.program.program import Posting, Program
+from polylane.program.unroll import place_unrolled, unroll
 from polylane.schedule.action import PASSES, Action, ActionKind
 
 # Durations of passes in the play.
 DURATIONS = {kind: 2.0 if kind is ActionKind.BACKWARD else 1.0 for kind in PASSES}
 
-# Steps of an asynchronous pipeline that are played before the one that stands for all. Its steps are then alike: the time
-# of a step is that of the stage with the most passes, and a stage that is ahead has come to wait for it.
+# Steps of an asynchronous pipeline that are played before the one that stands for all. Steps are alike by then: each
+# takes the time of the stage with the most passes, and a stage that is ahead has come to wait for it.
 STEADY_STEPS = 8
 END_OF_STEP = "end of step"
 # What ranks begin together: passes, and the sums of gradients behind them.
@@ -62,7 +63,7 @@ def order_steady_meetings(programs: Sequence[Program], plan: Plan) -> tuple[Prog
 
     Args:
         programs: the programs of all workers for one step.
-        plan: their plan.
+        plan: the plan that they were lowered from.
 
     Raises:
         RuntimeError: messages that do not match, actions that wait for each other, or a message of a full pipeline
@@ -72,14 +73,14 @@ def order_steady_meetings(programs: Sequence[Program], plan: Plan) -> tuple[Prog
     last_step = max(step for of_rank in places.values() for step, _ in of_rank)
     for program, long_program in zip(programs, unroll(programs, plan, STEADY_STEPS), strict=True):
         rows: list[list[tuple[Action, tuple[int, int]]]] = [[] for _ in range(last_step + 1)]
-        for action, place in zip(long_program.actions, places[program.rank], strict=True):
-            rows[place[0]].append((action, place))
+        for action, (step, index) in zip(long_program.actions, places[program.rank], strict=True):
+            rows[step].append((action, (step, index)))
         begins = list[int]()
         for step, row in enumerate(rows):
             begins.append(sum(map(len, rows[:step])))
             row.append((Action(ActionKind.REDUCE, program.stage, step, END_OF_STEP), (step, len(program.actions))))
         unrolled.append(replace(program, actions=tuple(action for row in rows for action, _ in row)))
-        places[program.rank] = [place for row in rows for _, place in row]
+        places[program.rank] = [origin for row in rows for _, origin in row]
         for position, (step, index) in enumerate(places[program.rank]):
             if index < len(program.actions):
                 earliest[program.rank, position] = begins[step - program.actions[index].steps_back]
@@ -117,7 +118,7 @@ class _MeetingPlay:
 
     Args:
         programs: the programs of all workers.
-        earliest: for every rank and position of a receive, the first position before which it can be posted; default: 0.
+        earliest: for every rank and position of a receive, the first position before which it can be posted.
 
     Attributes:
         posted: for every rank and position of a receive, the position before which it is posted, and its number among
@@ -175,14 +176,14 @@ class _MeetingPlay:
 
     def _meet(self, rank: int, position: int, time: float) -> bool:
         """Post a message's receive where its rank is, and return whether it can be posted there yet."""
-        peer, place = receive = self._receive_of[rank, position]
+        peer, receive_position = receive = self._receive_of[rank, position]
         at = self._positions[peer]
         if at < self._earliest.get(receive, 0):
             self._senders[peer].append(rank)
             return False
-        self.posted[peer][place] = at, self._meetings
+        self.posted[peer][receive_position] = at, self._meetings
         self._meetings += 1
-        if at == place and peer in self._receivers:
+        if at == receive_position and peer in self._receivers:
             self._receivers.remove(peer)
             heapq.heappush(self._ready, (time, peer))
         return True

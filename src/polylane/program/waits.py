@@ -32,9 +32,9 @@ def list_postings(program: Program, is_ordered: bool) -> Sequence[Sequence[Posti
         assert program.meetings, "programs that are run have their meetings"
         return program.meetings
     postings: list[list[Posting]] = [[] for _ in (*program.actions, None)]
-    for position, place in enumerate(posting_places(program.actions)):
-        if (action := program.actions[position]).kind is ActionKind.RECEIVE:
-            postings[place].append(Posting(action))
+    for action, position in zip(program.actions, posting_places(program.actions), strict=True):
+        if action.kind is ActionKind.RECEIVE:
+            postings[position].append(Posting(action))
     return postings
 
 

@@ -185,6 +185,8 @@ class StepResult:
     _facts: int = 0
     # What the last numbers are, where the gradient noise is measured.
     _noise: NoiseReading | None = None
+    # The numbers on their way to the host.
+    _copy: PendingTransfer | None = None
 
     def __repr__(self) -> str:
         # To look at a result must not wait for the other workers.
@@ -220,16 +222,15 @@ class StepResult:
             >>> result.loss == total / count
             True
         """
-        self.wait_complete()
+        numbers = self._read_numbers()
         self.check_read()
-        total, count = self._vector[:2].tolist()
+        total, count = numbers[:2].tolist()
         return total, count
 
     @property
     def changes(self) -> int:
         """How many parameters the update has frozen or unfrozen, summed over the workers that know it."""
-        self.wait_complete()
-        return round(self._vector[HEAD - 1].item())
+        return round(self._read_numbers()[HEAD - 1].item())
 
     @property
     def timeline(self) -> Timeline:
@@ -241,10 +242,9 @@ class StepResult:
             >>> result.timeline.unit
             'seconds'
         """
-        self.wait_complete()
-        spans: list[Span] = []
-        end = len(self._vector) - (0 if self._noise is None else self._noise.size(self._noise.layout))
-        numbers = self._vector[HEAD + self._digests + self._facts : end].tolist()
+        vector, spans = self._read_numbers(), list[Span]()
+        end = len(vector) - (0 if self._noise is None else self._noise.size(self._noise.layout))
+        numbers = vector[HEAD + self._digests + self._facts : end].tolist()
         if not numbers:
             title = "measured (this worker)"
             return Timeline(
@@ -267,17 +267,15 @@ class StepResult:
     @property
     def facts(self) -> tuple[WorkerFacts, ...]:
         """What each worker says of the step, by rank; empty where the step was not observed."""
-        self.wait_complete()
         begin = HEAD + self._digests
-        return read_facts(self._vector[begin : begin + self._facts].tolist()) if self._facts else ()
+        return read_facts(self._read_numbers()[begin : begin + self._facts].tolist()) if self._facts else ()
 
     @property
     def noise(self) -> NoiseReading | None:
         """The norms of the gradients of the batch's parts and of their sum; None where they were not measured."""
-        self.wait_complete()
         if (noise := self._noise) is None:
             return None
-        return replace(noise, numbers=tuple(self._vector[-noise.size(noise.layout) :].tolist()))
+        return replace(noise, numbers=tuple(self._read_numbers()[-noise.size(noise.layout) :].tolist()))
 
     @property
     def is_complete(self) -> bool:
@@ -295,11 +293,21 @@ class StepResult:
         Examples:
             >>> result.wait_complete()
         """
+        if self._copy is not None:
+            return
         if self._pending is not None:
             self._vector = self._pending.wait()
             self._pending = None
-            if self._vector.device.type == "cpu":  # an accelerator would have to be waited for
-                self.check_read()
+        # Behind this step's kernels and before the next one's: who reads the loss later waits for this step alone.
+        self._copy = HostStaging(self._vector.device).begin_to_host(self._vector)
+        if self._vector.device.type == "cpu":  # an accelerator would have to be waited for
+            self.check_read()
+
+    def _read_numbers(self) -> Tensor:
+        """Return the numbers of all workers, on the host; waits for an accelerator to have ended the step."""
+        self.wait_complete()
+        assert self._copy is not None
+        return self._copy.wait()
 
     def check_read(self) -> None:
         """Compare what workers have read for this step, once it is complete; waits for an accelerator.
@@ -309,7 +317,7 @@ class StepResult:
         """
         if self._compare is not None:
             compare, self._compare = self._compare, None
-            compare(self._vector[HEAD : HEAD + self._digests].tolist())
+            compare(self._read_numbers()[HEAD : HEAD + self._digests].tolist())
 
 
 def groups_of_buckets(programs: Sequence[Program]) -> Groups:

@@ -65,7 +65,7 @@ class Launch:
 
 @dataclass
 class Recorder:
-    """The launches of this process, in the order of the calls, and its communicators in the order in which they were made."""
+    """The launches of this process in the order of the calls, and its communicators in the order of their first use."""
 
     launches: list[Launch] = field(default_factory=list)
     communicators: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
@@ -76,12 +76,18 @@ class Recorder:
 RECORDER = Recorder()
 
 
-def name_caller() -> str:
-    """Return file and line of the innermost frame that is not part of what carries messages."""
+def find_caller() -> tuple[str, str, int]:
+    """Return file, function and line of the innermost frame that is not part of what carries messages."""
     frame: Any = sys._getframe(1)
     while frame is not None and any(part in frame.f_code.co_filename for part in CARRIERS):
         frame = frame.f_back
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return ("", "", 0) if frame is None else (Path(frame.f_code.co_filename).name, frame.f_code.co_name, frame.f_lineno)
+
+
+def name_caller() -> str:
+    """Return file and line of :func:`find_caller`."""
+    file, _, line = find_caller()
+    return f"{file}:{line}"
 
 
 class FakeWork(dist.Work):
@@ -111,7 +117,10 @@ class FakeWork(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         launch = RECORDER.launches[self._index]
-        if not launch.waited:
+        if launch.waited:
+            return True
+        # What is compared here no GPU's host would read.
+        with torch._C.DisableTorchFunction():
             self._inner.wait()
             if any(not same_bits(tensor, copy) for tensor, copy in self._inputs):
                 launch.changed = "input"
@@ -152,7 +161,7 @@ class FakeNccl(dist.ProcessGroup):
         self._key: tuple[tuple[int, ...], str] | None = None
         self._number, self._name, self._blocks = 0, "", BLOCKS
 
-    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+    def getBackendName(self) -> str:
         return NAME
 
     @property
@@ -208,7 +217,7 @@ class FakeNccl(dist.ProcessGroup):
             "all_gather, of a list", form, work, [(tensor, copy)], list(zip(parts, copies, strict=True))
         )
 
-    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> FakeWork:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> FakeWork:
         copy, whole = tensor.detach().clone(), torch.empty_like(output)
         work = self._inner._allgather_base(whole, copy, opts or c10d.AllgatherOptions())
         # In place the part is a piece of the whole: its own place is written by what stood there.
@@ -227,7 +236,7 @@ class FakeNccl(dist.ProcessGroup):
             "reduce_scatter, of a list", form, work, list(zip(parts, copies, strict=True)), [(total, result)]
         )
 
-    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> FakeWork:
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> FakeWork:
         copy, result = tensor.detach().clone(), torch.empty_like(output)
         work = self._inner._reduce_scatter_base(result, copy, opts or c10d.ReduceScatterOptions())
         return self._launch(

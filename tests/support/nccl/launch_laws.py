@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import networkx as nx
 
@@ -67,7 +68,7 @@ def list_cycles(records: Records) -> Iterator[str]:
     names = {}
     for rank, launches in enumerate(records):
         graph.add_nodes_from(map(name_meeting, launches))
-        graph.add_edges_from((name_meeting(a), name_meeting(b)) for a, b in zip(launches, launches[1:], strict=False))
+        graph.add_edges_from((name_meeting(a), name_meeting(b)) for a, b in pairwise(launches))
         names |= {(rank, name_meeting(launch)): launch for launch in launches}
     for component in nx.strongly_connected_components(graph):
         if len(component) > 1:
@@ -121,6 +122,6 @@ def list_misused_tensors(records: Records) -> Iterator[str]:
 
 
 def list_held_messages(records: Records) -> Iterator[str]:
-    """Yield the lines of point-to-point kernels: the allocator keeps their tensors until a later event of the channel."""
+    """Yield the lines of point-to-point kernels: the allocator keeps their tensors until a later event of a channel."""
     lines = sorted({la.line for launches in records for la in launches if la.kind in ("send", "recv")})
     yield from (f"memory: a point-to-point kernel holds its tensor back, at {line}" for line in lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import polylane
+from benchmarks.gpu.setting import relative_difference
 from benchmarks.gpu.trainings import batch_of, build, sgd, train_plainly, trainings
 from polylane.runtime.transport.choose import VARIABLE
 from polylane.runtime.workers import world
@@ -18,6 +20,7 @@ from polylane.runtime.workers.started_worker import WorkerContext
 from polylane.runtime.workers.team import fork_workers
 from tests.support.nccl import fake_nccl
 from tests.support.nccl.fake_nccl import Launch
+from tests.support.nccl.host_waits import HostWaits
 
 STEPS = 2
 
@@ -31,25 +34,37 @@ class Recording:
         communicators: by rank, the number of its communicators.
         weights: the weights after the last step.
         difference: largest relative difference of a weight from the plain loop's.
+        waits: by file, function and operation, how often rank 0's host would wait for its device in the last step.
     """
 
     launches: list[list[Launch]]
     communicators: list[int]
     weights: dict[str, Tensor]
     difference: float
+    waits: Counter[str]
 
 
-def record_training(name: str, plan: str, workers: int, steps: int = STEPS) -> Recording:
-    """Train by a plan on ``workers`` processes, in float64, and record; ``name`` is one of the trainings' names.
+def record_training(
+    name: str, plan: str, workers: int, steps: int = STEPS, clip_norm: float | None = None
+) -> Recording:
+    """Train by a plan in float64, and record.
+
+    Args:
+        name: one of the trainings' names.
+        plan: the plan in one line.
+        workers: number of its processes.
+        steps: number of steps.
+        clip_norm: bound on the gradients' norm; None: none, as in the plain loop.
 
     Raises:
         WorkerFailed: the training failed, or did not end.
     """
-    reports = fork_workers(partial(_train_recorded, name, plan, steps), workers)
+    reports = fork_workers(partial(_train_recorded, name, plan, steps, clip_norm), workers)
     plain = train_plainly(name, steps, torch.device("cpu"))
     weights = reports[0][2]
-    difference = max(((weights[key] - plain[key]).norm() / plain[key].norm()).item() for key in plain)
-    return Recording([report[0] for report in reports], [report[1] for report in reports], weights, difference)
+    difference = relative_difference(weights, plain)
+    launches, communicators = [report[0] for report in reports], [report[1] for report in reports]
+    return Recording(launches, communicators, weights, difference, reports[0][3])
 
 
 def become_nccl_worker() -> None:
@@ -62,16 +77,20 @@ def become_nccl_worker() -> None:
 
 
 def _train_recorded(
-    name: str, plan: str, steps: int, context: WorkerContext
-) -> tuple[Sequence[Launch], int, dict[str, Tensor]]:
+    name: str, plan: str, steps: int, clip_norm: float | None, context: WorkerContext
+) -> tuple[Sequence[Launch], int, dict[str, Tensor], Counter[str]]:
     become_nccl_worker()
     model, loss, dtype = build(name, torch.float64), trainings()[name][1], torch.float64
-    example = batch_of(name, 0, dtype)
-    job = polylane.parallelize(model, loss, sgd, example=example, plan=plan, audit="off")
+    example, waits = batch_of(name, 0, dtype), HostWaits()
+    job = polylane.parallelize(model, loss, sgd, example=example, plan=plan, audit="off", clip_norm=clip_norm)
     with job:
         for step in range(steps):
             fake_nccl.RECORDER.phase = f"step {step}"
-            job.step(batch_of(name, step, dtype))
+            batch = batch_of(name, step, dtype)
+            waits.counts.clear()
+            waits.put_on_host(batch)
+            with waits:
+                job.step(batch)
         fake_nccl.RECORDER.phase = "end"
         weights = job.state_dict()
-    return fake_nccl.RECORDER.launches, len(fake_nccl.RECORDER.communicators), weights
+    return fake_nccl.RECORDER.launches, len(fake_nccl.RECORDER.communicators), weights, waits.counts

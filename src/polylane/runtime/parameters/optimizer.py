@@ -185,6 +185,9 @@ class GradientClipper:
     def __init__(self, max_norm: float, sums: SumOverMesh) -> None:
         self._max_norm, self._sums = max_norm, sums
         self._position = {name: i for i, name in enumerate(sums.order)}
+        # Positions of the gradients that were present in the latest step, and the same on the device: a list would be
+        # copied there in each step, behind all kernels.
+        self._present: tuple[list[int], Tensor] = [], torch.empty(0, dtype=torch.long)
 
     def clip_gradients(self) -> None:
         """Scale the gradients of this worker's parameters in place; a collective of the replica."""
@@ -196,8 +199,13 @@ class GradientClipper:
         if present:
             norms = torch._foreach_norm([grad for _, grad in present], 2.0)
             # Squared in float64, and the root taken there, a norm of single precision comes back as it was.
-            squares[[i for i, _ in present]] = torch.stack(norms).double().square()
+            squares[self._index_present([i for i, _ in present])] = torch.stack(norms).double().square()
         # A norm per parameter first, then the norm of these: the same two steps as clip_grad_norm_ on one device.
         total = torch.linalg.vector_norm(sums.sum_replica(squares).sqrt().to(dtype))
         if any(parameter.grad is not None for parameter in parameters):
             torch.nn.utils.clip_grads_with_norm_(parameters, self._max_norm, total)
+
+    def _index_present(self, positions: list[int]) -> Tensor:
+        if positions != self._present[0]:
+            self._present = positions, torch.tensor(positions, device=self._sums.device)
+        return self._present[1]

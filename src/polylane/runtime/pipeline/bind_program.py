@@ -18,9 +18,10 @@ from polylane.graph.capture.repeatable import DroppedTensors
 from polylane.graph.precision import dtypes_under_autocast
 from polylane.plan.plan import Plan
 from polylane.program.check import check
-from polylane.program.lower import lower, lower_evaluation, unroll, without_replica_sync
+from polylane.program.lower import lower, lower_evaluation, without_replica_sync
 from polylane.program.meeting_order import order_meetings, order_steady_meetings
 from polylane.program.program import GradientBucket, Program
+from polylane.program.unroll import unroll
 from polylane.runtime.compiled_regions import refuse_without_compiler
 from polylane.runtime.connections.connections import Connections
 from polylane.runtime.parameters.local_model import LocalModel

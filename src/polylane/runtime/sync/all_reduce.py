@@ -100,7 +100,7 @@ class AllReducer:
         self._launcher.begin(self._launch_bucket)
 
     def launch_remaining(self) -> None:
-        """Launch the remaining buckets after the last backward pass, with zeros for missing gradients; not late ones."""
+        """Launch the remaining buckets but the late ones after the last backward pass, zeros for missing gradients."""
         self._launcher.end(self._launch_bucket)
 
     def _launch_bucket(self, index: int) -> None:

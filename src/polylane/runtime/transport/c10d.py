@@ -61,8 +61,8 @@ class C10dTransport:
         if world.size > 1:
             world.connect()
         self._groups = ProcessGroups(world)
-        # Groups of gloo end with the transport, at the latest before the interpreter does. Those of NCCL only by close():
-        # to destroy one waits for its kernels, which after an error may be for ever.
+        # Groups of gloo end with the transport, at the latest before the interpreter does. Those of NCCL only by
+        # close(): to destroy one waits for its kernels, which after an error may be for ever.
         if not self.is_ordered:
             weakref.finalize(self, self._groups.destroy_groups)
         self._open_channels(channels)
@@ -105,11 +105,11 @@ class C10dTransport:
                 self._start_message(group, sender, receiver, buffer).wait()
             for members, group in self._groups.sums.items():
                 part = torch.zeros(nbytes // 8, dtype=torch.float64, device=self._device)
-                whole = part.repeat(len(members))
+                parts = part.repeat(len(members))
                 group.allreduce([part]).wait()
-                group._allgather_base(whole, part).wait()
-                group._reduce_scatter_base(part, whole).wait()
-                group.alltoall_base(torch.empty_like(whole), whole, [], [], dist.AllToAllOptions()).wait()
+                group.all_gather_single(parts, part).wait()
+                group.reduce_scatter_single(part, parts, dist.ReduceScatterOptions()).wait()
+                group.alltoall_base(torch.empty_like(parts), parts, [], [], dist.AllToAllOptions()).wait()
                 group.broadcast([part], dist.BroadcastOptions()).wait()
 
     def _start_message(self, group: dist.ProcessGroup, sender: int, receiver: int, buffer: Tensor) -> dist.Work:
@@ -182,7 +182,7 @@ class C10dTransport:
         buffer = wire.new_empty(longest * len(members))
         self.counters.count_sent("all_gather", wire, padded.nbytes * (len(members) - 1))
         with (blame := BlamePeer(None, f"gathering from ranks {members}", wire)):
-            work = group._allgather_base(view_as_bytes(buffer), view_as_bytes(padded))
+            work = group.all_gather_single(view_as_bytes(buffer), view_as_bytes(padded))
 
         def join() -> Tensor:
             # The group is in ascending order, the result in the caller's.
@@ -216,14 +216,15 @@ class C10dTransport:
             # gloo sums the whole vector at all ranks: to exchange the parts takes half the time (16 MiB, 2 to 4 ranks).
             arrived = torch.empty_like(padded)
             with blame:
-                work = group.alltoall_base(
+                exchange = group.alltoall_base(
                     view_as_bytes(arrived), view_as_bytes(padded), [], [], dist.AllToAllOptions()
                 )
             rows = arrived.view(len(members), longest)
-            return wait_for_work(work, blame, lambda: sum_rows(rows)[:own_elements], padded)
+            return wait_for_work(exchange, blame, lambda: sum_rows(rows)[:own_elements], padded)
         total = wire.new_empty(longest)
         with blame:
-            work = group._reduce_scatter_base(view_as_real(total), view_as_real(padded))
+            options = dist.ReduceScatterOptions()
+            work = group.reduce_scatter_single(view_as_real(total), view_as_real(padded), options)
         return wait_for_work(work, blame, lambda: total[:own_elements], padded)
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> PendingTransfer:

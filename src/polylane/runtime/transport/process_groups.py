@@ -14,8 +14,8 @@ from polylane.runtime.workers.world import TIMEOUT, World, make_nccl_options
 
 # What a process group is for, in its description, which NCCL's logs and recordings show.
 GROUP, CHANNEL = "group", "channel"
-# The most thread blocks of a message's kernel. Each has a multiprocessor for itself until the message has been taken: by
-# default up to 32 of an H100's 132, which the passes beside it need.
+# The most thread blocks of a message's kernel. Each has a multiprocessor for itself until the message has been taken:
+# by default up to 32 of an H100's 132, which the passes beside it need.
 CHANNEL_BLOCKS = 8
 
 

@@ -36,12 +36,22 @@ class HostStaging:
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Return a contiguous copy in host memory, complete on return; the caller owns it."""
+        return self.begin_to_host(tensor).wait()
+
+    def begin_to_host(self, tensor: Tensor) -> PendingTransfer:
+        """Start a contiguous copy to host memory; its wait is for what the stream was given before, and no more."""
         wire = protocol.make_contiguous(tensor)
-        host = self.new_buffer(wire.shape, wire.dtype)
-        if wire.numel():
-            host.copy_(wire, non_blocking=True)
-            self._wait_copied()
-        return host
+        host = self.new_buffer(wire.shape, wire.dtype).copy_(wire, non_blocking=True)
+        if self.device.type == "cpu" or not wire.numel():
+            return FinishedTransfer(host)
+        event = torch.Event(self.device)
+        event.record(torch.accelerator.current_stream(self.device))
+
+        def finish() -> Tensor:
+            event.synchronize()
+            return host
+
+        return Deferred(finish)
 
     def to_device(self, host: Tensor) -> Tensor:
         """Return a copy on the device, for kernels on the current stream; ``host`` may be overwritten afterwards."""
@@ -58,12 +68,6 @@ class HostStaging:
     def _pinned(self, host: Tensor) -> Tensor:
         """Return the values in pinned memory that the inner transport cannot overwrite, such as another's block."""
         return self.new_buffer(host.shape, host.dtype).copy_(host) if self.device.type != "cpu" else host
-
-    def _wait_copied(self) -> None:
-        if self.device.type != "cpu":
-            event = torch.Event(self.device)
-            event.record(torch.accelerator.current_stream(self.device))
-            event.synchronize()
 
 
 class StagedTransport:

@@ -349,8 +349,8 @@ def pick_device(local_rank: int) -> torch.device:
     accelerator = accelerator_type()
     if accelerator is None:
         return torch.device("cpu")
-    # Read when the device is first used. Each process group has a stream of its own: with the 8 hardware queues that are
-    # usual, streams of a tensor-parallel worker would wait for each other.
+    # Read when the device is first used. Each process group has a stream of its own: with the 8 hardware queues that
+    # are usual, streams of a tensor-parallel worker would wait for each other.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # NCCL then makes all connections when a communicator is made. At the first use of each algorithm, as usual, hosts
     # would meet in the middle of a step, each behind other work.

@@ -262,7 +262,8 @@ def test_what_is_not_finite_arrives_everywhere_and_is_forgotten(kind: str, troub
     for run in matrix_sums(KINDS[kind], [fine, wrong, fine, fine]):
         sums = [seen["w"] for seen in run.sums]
         assert [bool(total.isfinite().all()) for total in sums] == [True, False, True, True]
-        assert all(memory["w"].isfinite().all() for memory in run.memories if memory)
+        # Before the next step, whose gradients are finite.
+        assert all(memory["w"].isfinite().all() for memory in (run.memories[0], *run.memories[2:]) if memory)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -44,6 +44,8 @@ class BucketGradients:
 
     def names_without_gradient(self, flags: Tensor) -> frozenset[str]:
         """Return the parameters without a gradient at any rank, by the summed flags: the optimizer skips them."""
+        if not self.optional:  # else the host waits for an accelerator
+            return frozenset()
         return frozenset(name for name, had in zip(self.optional, flags.tolist(), strict=True) if not had > 0)
 
 

@@ -7,6 +7,7 @@ all ranks' matrices; algorithm 2 adds the residual to the next step's gradient (
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -20,6 +21,7 @@ from polylane.runtime.state.saved_state import SavedState
 from polylane.runtime.sync.compression import compressor
 from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
+from polylane.runtime.transport.staged import HostStaging
 
 
 class PowerSGDCompressor(compressor.GradientCompressor):
@@ -61,9 +63,12 @@ class PowerSGDCompressor(compressor.GradientCompressor):
         self.rank, self.start = rank, start
         self._steps = 0  # number of begin_step calls
         self.error_feedback = compressor.ErrorFeedback()
+        # Whether each of some directions was finite, on its way to the host.
+        self._checks: list[tuple[tuple[str, ...], PendingTransfer]] = []
         self._directions: dict[str, Tensor] = {}  # Q^T (r x m): products with few rows are several times as fast
 
     def begin_step(self) -> None:
+        self._drop_overflown()
         self._steps += 1
 
     def launch_sum(self, shares: compressor.BucketGradients, transport: Transport) -> compressor.PendingReduction:
@@ -87,15 +92,24 @@ class PowerSGDCompressor(compressor.GradientCompressor):
             directions = torch.randn(self.rank, columns, generator=random, dtype=torch.float64)
         return directions.to(like.device, compressor.sum_dtype(like.dtype))
 
-    def keep_directions(self, name: str, directions: Tensor) -> None:
-        """Store Q^T for the next step; if it is not finite, drop the parameter's state so that it starts anew."""
-        if bool(directions.isfinite().all()):
-            self._directions[name] = directions
-        else:
-            self._directions.pop(name, None)
-            self.error_feedback.residuals.pop(name, None)
+    def keep_directions(self, directions: Mapping[str, Tensor]) -> None:
+        """Store each parameter's Q^T for the next step, which first drops the state of those that are not finite."""
+        self._directions.update(directions)
+        finite = torch.stack([of_parameter.isfinite().all() for of_parameter in directions.values()])
+        # Not read before the next step: the host would wait for an accelerator to end this one.
+        self._checks.append((tuple(directions), HostStaging(finite.device).begin_to_host(finite)))
+
+    def _drop_overflown(self) -> None:
+        """Have the parameters start anew whose directions of the latest step are not finite."""
+        for names, pending in self._checks:
+            for name, is_finite in zip(names, pending.wait().tolist(), strict=True):
+                if not is_finite:
+                    self._directions.pop(name, None)
+                    self.error_feedback.residuals.pop(name, None)
+        self._checks.clear()
 
     def collect_state(self, objective: str, local_model: LocalModel, replica: int) -> WorkerState:
+        self._drop_overflown()
         state = self.error_feedback.collect_state(objective, local_model, replica)
         state.plain[f"powersgd/{objective}"] = self._steps
         for name, directions in self._directions.items():
@@ -198,6 +212,6 @@ class _PendingPowerSGD(compressor.PendingReduction):
         gradients = dict(self._uncompressed)
         for matrix, total in zip(self._matrices.values(), summed, strict=True):
             matrix.right = total
-            self._compressor.keep_directions(matrix.name, total)
             gradients[matrix.name] = matrix.reconstruct_gradient()
+        self._compressor.keep_directions({matrix.name: matrix.right for matrix in self._matrices.values()})
         return compressor.ReducedBucket(tuple(gradients[name] for name in self._bucket_gradients.names), self._dropped)
