@@ -8,8 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from polylane.diagnosis.page_layout import Phase
+from polylane.diagnosis.culprit import RankState, Wait
+from polylane.diagnosis.judgement import RankRecord, judge
+from polylane.diagnosis.page_layout import Phase, pack_wait
 from polylane.errors import PeerLost, PolylaneError, WorkerHung
+from polylane.runtime import progress_page
 from polylane.runtime.progress import script_calls
 from polylane.runtime.progress.page_reader import PageReader
 from polylane.runtime.progress.script_watch import watch_script
@@ -118,3 +121,53 @@ def test_the_second_step_may_take_as_long_as_the_first(memory: ProgressMemory, m
         usual.append(reader.record.usual / 1e9)
         moment[0] += seconds * 10**9
     assert usual == [0, 30, 12, pytest.approx(12 * USUAL_DECAY)]
+
+
+class DeviceWork:
+    """An operation that a device has been given."""
+
+    def __init__(self) -> None:
+        self.is_ended = False
+
+    def is_completed(self) -> bool:
+        return self.is_ended
+
+
+def test_what_a_device_waits_for_is_what_its_worker_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over NCCL the host goes on, and stands still where it reads a loss: who is late in its loader is not hung yet."""
+    monkeypatch.setattr(progress_page, "BEAT_SECONDS", 0.01)
+    ranks, readers, works = (0, 1, 2), list[PageReader](), list[DeviceWork]()
+    for rank in ranks:
+        memory = ProgressMemory.allocate()
+        progress, work = ProgressWriter(memory, rank), DeviceWork()
+        line = progress.add_line("0: 0, 1, 2", ranks)
+        assert line is not None
+        for number in (1, 2) if rank != 1 else (1,):
+            word = pack_wait(line, progress.begin_operation(line))
+            # The first sum has ended everywhere, the second one waits for rank 1.
+            progress.follow_device(word, work if number == 2 else ended())
+        progress.enter(Phase.LOADING if rank == 1 else Phase.TRAINING)
+        readers.append(PageReader(rank, memory))
+        works.append(work)
+
+    def states() -> list[RankState]:
+        time.sleep(0.2)
+        return [reader.state(notes) for reader in readers if (notes := reader.notes()) is not None]
+
+    waits = [state.wait for state in states()]
+    assert waits == [Wait("0: 0, 1, 2", 2, ranks), None, Wait("0: 0, 1, 2", 2, ranks)]
+    records = [
+        RankRecord(rank, state, phase=reader.record.phase, stalled=12.0, bound=570.0 if rank == 1 else 9.0)
+        for rank, (state, reader) in enumerate(zip(states(), readers, strict=True))
+    ]
+    judgement = judge(records)
+    assert judgement.finding.culprits == (1,) and not judgement.is_hang
+    for work in works:
+        work.is_ended = True
+    assert not any(state.wait for state in states())
+
+
+def ended() -> DeviceWork:
+    work = DeviceWork()
+    work.is_ended = True
+    return work

@@ -8,6 +8,7 @@
     280         the last collective call of a script: number << 1 | whether it has not ended
     288         whether the script has come to its end, and whether a worker asks why its peer is lost
     296         whether the script is in a collective of torch.distributed's, of all ranks, as of the last beat
+    304         the operation that the worker's device waits for, as of the last beat, in the form of the one at 264
     512         for each line, how many of its operations were begun
     8192        a ring of the last actions
     49152       a ring of the last calls: number, length, then method and line
@@ -32,7 +33,7 @@ from polylane.diagnosis.call_order import Call, CallRecord
 
 PAGE_BYTES = 1 << 20
 BEAT_WORD, WAIT_WORD, STATE_WORD, CALL_WORD, COUNTERS_WORD = 32, 33, 34, 35, 64  # positions of 8-byte words
-END_WORD, COLLECTIVE_WORD = 36, 37
+END_WORD, COLLECTIVE_WORD, DEVICE_WORD = 36, 37, 38
 HAS_LEFT, ASKS = 1, 2  # bits of the word for a script's end
 MOST_LINES = 900
 RING_START, RING_ENTRIES = 8192, 1024

@@ -6,7 +6,8 @@
     lines, programs, code                             notes, once
 
 A thread beats four times a second. While its process runs and the beat stands still, nobody lets go of the
-interpreter's lock. Who reads: :mod:`polylane.runtime.progress.watch`.
+interpreter's lock. It also says what an accelerator waits for: the host only starts operations there, goes on, and
+stands still much later, where it reads a result. Who reads: :mod:`polylane.runtime.progress.watch`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from polylane.diagnosis.page_layout import (
     BEAT_WORD,
     COPY_BYTES,
     COUNTERS_WORD,
+    DEVICE_WORD,
     MOST_LINES,
     PAGE_BYTES,
     RECORD_BYTES,
@@ -52,6 +54,7 @@ from polylane.runtime.progress.script_calls import ScriptCalls
 T = TypeVar("T")
 
 BEAT_SECONDS = 0.25  # interval of the beats by which a stopped process is known: far below any patience
+MOST_STARTED = 1 << 14  # operations of a device that are followed, the latest
 USUAL_DECAY = 0.95  # by which the longest step of late counts less with every further step
 
 # The signal at which a worker writes its stacks: one that neither users nor schedulers of clusters send.
@@ -72,6 +75,13 @@ class GeneratedLines(Protocol):
     @property
     def nodes_by_line(self) -> Mapping[int, Node]:
         """The operators by their line."""
+
+
+class StartedWork(Protocol):
+    """A backend's handle of an operation on a device."""
+
+    def is_completed(self) -> bool:
+        """Whether the device has ended it; asked by the heartbeat's thread."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +203,14 @@ class Progress:
     def end_wait(self) -> None:
         """End the wait that was begun last."""
 
+    def follow_device(self, word: int, handle: StartedWork) -> None:
+        """Follow an operation for which this worker's device waits, though the worker does not.
+
+        Args:
+            word: the operation as :func:`.page_layout.pack_wait` says it.
+            handle: the backend's handle of it.
+        """
+
     def explain(self, error: Exception) -> Exception:
         """Return why a peer is lost or does something else, where the watch has found it; else the same error."""
         return error
@@ -224,6 +242,7 @@ class ProgressWriter(Progress):
         # Where time counts now, and the phase around it that has all of its time.
         self._counted_phase = self._phase
         self._outer_phase: Phase | None = None
+        self._started = deque[tuple[int, StartedWork]](maxlen=MOST_STARTED)
         main = threading.main_thread().ident or 0
         append_note(
             self._page,
@@ -237,9 +256,20 @@ class ProgressWriter(Progress):
         while True:
             self.words[BEAT_WORD] = time.monotonic_ns()
             time.sleep(BEAT_SECONDS)
+            self._note_device()
             if self.calls is not None:
                 self.calls.note_collective()
                 self.calls.obey()
+
+    def _note_device(self) -> None:
+        """Say the first operation that the device has not ended: whose partners it waits for."""
+        started = self._started
+        while started and started[0][1].is_completed():
+            started.popleft()
+        self.words[DEVICE_WORD] = started[0][0] if started else 0
+
+    def follow_device(self, word: int, handle: StartedWork) -> None:
+        self._started.append((word, handle))
 
     def _write(self) -> None:
         self._version = version = self._version + 1
@@ -362,19 +392,3 @@ class ProgressWriter(Progress):
 
 
 UNWATCHED = Progress()
-
-
-def group_name(tag: int, ranks: Iterable[int]) -> str:
-    """Return the name of the line of a group's collectives on the transport with a tag."""
-    return f"{tag}: {', '.join(map(str, ranks))}"
-
-
-def channel_name(tag: int, sender: int, receiver: int) -> str:
-    """Return the name of the line of messages from one rank to another on the transport with a tag."""
-    return f"{tag}: {sender} > {receiver}"
-
-
-def open_lines(progress: Progress, rank: int, names: Iterable[tuple[str, Sequence[int]]]) -> dict[Any, int]:
-    """Note the lines that a rank is a member of; return their numbers by name."""
-    numbers = {name: progress.add_line(name, ranks) for name, ranks in names if rank in ranks}
-    return {name: number for name, number in numbers.items() if number is not None}

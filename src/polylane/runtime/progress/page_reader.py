@@ -16,6 +16,7 @@ from polylane.diagnosis.page_layout import (
     CALL_WORD,
     COLLECTIVE_WORD,
     COUNTERS_WORD,
+    DEVICE_WORD,
     END_WORD,
     MOST_LINES,
     NOTES_START,
@@ -78,7 +79,12 @@ class PageReader:
         """Return what differs once the worker has gone on."""
         counters = self._page[COUNTERS_WORD * 8 : (COUNTERS_WORD + MOST_LINES + 1) * 8]
         record, words = read_record(self._page).version, (self._words[STATE_WORD], self._words[CALL_WORD])
-        return record, self._words[WAIT_WORD], b"".join(word.to_bytes(8) for word in words) + bytes(counters)
+        return record, self._awaited, b"".join(word.to_bytes(8) for word in words) + bytes(counters)
+
+    @property
+    def _awaited(self) -> int:
+        """The word of what the worker waits for; where it does not wait, that of what its device waits for."""
+        return self._words[WAIT_WORD] or self._words[DEVICE_WORD]
 
     @property
     def record(self) -> Record:
@@ -114,7 +120,7 @@ class PageReader:
         """Return what the walk needs of the worker, as its page says it; whether it can run is not on the page."""
         counts = {name: self._words[COUNTERS_WORD + number] for number, (name, _) in notes.lines.items()}
         wait = None
-        if (waited := unpack_wait(self._words[WAIT_WORD])) is not None:
+        if (waited := unpack_wait(self._awaited)) is not None:
             name, ranks = notes.lines.get(waited[0], ("", ()))
             wait = Wait(name, waited[1], ranks)
         return RankState(wait, counts)

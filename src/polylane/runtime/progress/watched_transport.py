@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polylane.diagnosis.page_layout import COUNTERS_WORD, WAIT_WORD, pack_wait
 from polylane.errors import PeerLost
-from polylane.runtime.progress_page import Progress, channel_name, group_name, open_lines
+from polylane.runtime.progress_page import Progress
 from polylane.runtime.transport.protocol import OperationsDiffer, PendingResult, PendingTransfer, Transport
 from polylane.runtime.workers.world import World
 
@@ -85,7 +85,7 @@ class WatchedTransport:
         except (PeerLost, OperationsDiffer) as error:
             raise self._progress.explain(error) from error
         words[WAIT_WORD] = 0
-        return _WatchedTransfer(pending, self._progress, words, word)
+        return _WatchedTransfer(pending, self._progress, words, word, self.is_ordered)
 
     def send(self, tensor: Tensor, peer: int) -> PendingTransfer:
         return self._watch(self._sends.get(peer), self._transport.send, tensor, peer)
@@ -139,10 +139,14 @@ class WatchedTransport:
 class _WatchedTransfer(Generic[T]):
     """A pending operation whose wait is seen."""
 
-    __slots__ = ("_pending", "_progress", "_word", "_words")
+    __slots__ = ("_handle", "_pending", "_progress", "_word", "_words")
 
-    def __init__(self, pending: PendingResult[T], progress: Progress, words: memoryview, word: int) -> None:
+    def __init__(
+        self, pending: PendingResult[T], progress: Progress, words: memoryview, word: int, is_ordered: bool
+    ) -> None:
         self._pending, self._progress, self._words, self._word = pending, progress, words, word
+        # Of an accelerator's operation the wait is its stream's, and ends at once.
+        self._handle = getattr(pending, "handle", None) if is_ordered else None
 
     def wait(self) -> T:
         self._words[WAIT_WORD] = self._word
@@ -151,4 +155,23 @@ class _WatchedTransfer(Generic[T]):
         except (PeerLost, OperationsDiffer) as error:
             raise self._progress.explain(error) from error
         self._words[WAIT_WORD] = 0
+        if self._handle is not None:
+            self._progress.follow_device(self._word, self._handle)
+            self._handle = None
         return result
+
+
+def group_name(tag: int, ranks: Iterable[int]) -> str:
+    """Return the name of the line of a group's collectives on the transport with a tag."""
+    return f"{tag}: {', '.join(map(str, ranks))}"
+
+
+def channel_name(tag: int, sender: int, receiver: int) -> str:
+    """Return the name of the line of messages from one rank to another on the transport with a tag."""
+    return f"{tag}: {sender} > {receiver}"
+
+
+def open_lines(progress: Progress, rank: int, names: Iterable[tuple[str, Sequence[int]]]) -> dict[Any, int]:
+    """Note the lines that a rank is a member of; return their numbers by name."""
+    numbers = {name: progress.add_line(name, ranks) for name, ranks in names if rank in ranks}
+    return {name: number for name, number in numbers.items() if number is not None}

@@ -139,7 +139,7 @@ class C10dTransport:
                 work.wait()
             return wire
 
-        pending = Deferred(finish)
+        pending = Deferred(finish, work)
         unsent.add(pending)
         return pending
 

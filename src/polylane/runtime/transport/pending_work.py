@@ -49,7 +49,7 @@ def wait_for_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], buff
         buffers: buffers that the backend reads or writes beside those of ``make``; alive until the result is built.
     """
 
-    return Deferred(partial(_finish_work, work, blame, make, buffers))
+    return Deferred(partial(_finish_work, work, blame, make, buffers), work)
 
 
 def _finish_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], buffers: object) -> R:

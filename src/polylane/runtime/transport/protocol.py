@@ -238,13 +238,15 @@ class Deferred(Generic[R]):
 
     Args:
         finish: waits for the other workers, and computes the result; freed afterwards, with the buffers it refers to.
+        handle: the backend's handle of the operation; None where there is none, or several.
     """
 
-    __slots__ = ("_finish", "_result")
+    __slots__ = ("_finish", "_result", "handle")
     _result: R
 
-    def __init__(self, finish: Callable[[], R]) -> None:
+    def __init__(self, finish: Callable[[], R], handle: Any = None) -> None:
         self._finish: Callable[[], R] | None = finish
+        self.handle = handle
 
     def wait(self) -> R:
         if self._finish is not None:
