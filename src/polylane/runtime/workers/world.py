@@ -234,10 +234,8 @@ class World:
         self.authenticate_group(group)
         return replace(self, size=size, group=group, board=None)
 
-    def new_part_group(
-        self, ranks: Sequence[int], backend: str | None = None, **options: Any
-    ) -> dist.ProcessGroup:
-        """Make a process group of some workers; a collective of all workers of this world.
+    def new_part_group(self, ranks: Sequence[int], backend: str | None = None, **options: Any) -> dist.ProcessGroup:
+        """Return a group of some workers, or of this one alone if it is none of them; a collective of this world.
 
         Processes outside of this world (dedicated servers) do not take part. Torch names a group by the number of
         groups so far: a worker that is not a member makes a group of itself alone, so that the numbers stay equal at
@@ -246,16 +244,11 @@ class World:
         Args:
             ranks: the members, among the workers of this world.
             backend: of c10d; None: that of the default group.
-            options: further ones of ``torch.distributed.new_group``.
-
-        Returns:
-            The group; of this worker alone, if it is no member.
+            options: others of ``new_group``.
         """
         global _part_groups
         members = list(ranks) if self.rank in ranks else [self.rank]
-        group: dist.ProcessGroup = dist.new_group(
-            members, TIMEOUT, backend, use_local_synchronization=True, **options
-        )
+        group: dist.ProcessGroup = dist.new_group(members, TIMEOUT, backend, use_local_synchronization=True, **options)
         _part_groups += 1
         return group
 
@@ -288,7 +281,7 @@ def _destroy_group() -> None:
 
 
 def is_ordered() -> bool:
-    """Return whether this process is a started worker with an ordered backend, see :attr:`World.is_ordered`."""
+    """Return whether this process is a started worker with an ordered backend."""
     return _started is not None and _started.is_ordered
 
 
@@ -349,11 +342,11 @@ def pick_device(local_rank: int) -> torch.device:
     accelerator = accelerator_type()
     if accelerator is None:
         return torch.device("cpu")
-    # Read when the device is first used. Each process group has a stream of its own: with the 8 hardware queues that
-    # are usual, streams of a tensor-parallel worker would wait for each other.
+    # Read when the device is first used. Each process group has a stream: with the usual 8 hardware queues, streams of
+    # a tensor-parallel worker would wait for each other.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # NCCL then makes all connections when a communicator is made. At the first use of each algorithm, as usual, hosts
-    # would meet in the middle of a step, each behind other work.
+    # All connections of a communicator are made with it: at the first use of an algorithm, as usual, hosts would meet
+    # in the middle of a step, each behind other work.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     device = torch.device(accelerator, local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device)
