@@ -244,7 +244,7 @@ class World:
         Args:
             ranks: the members, among the workers of this world.
             backend: of c10d; None: that of the default group.
-            options: others of ``new_group``.
+            options: other arguments of ``torch.distributed.new_group``.
         """
         global _part_groups
         members = list(ranks) if self.rank in ranks else [self.rank]
