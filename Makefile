@@ -20,7 +20,7 @@ WORKERS := tests/equivalence tests/runtime tests/planner tests/auto
 .DEFAULT_GOAL := help
 .PHONY: help package install test test-workers test-alone test-all mutants fuzz check docs pictures demo bench bench-choosing \
 	bench-tensor bench-balance bench-planner bench-scale bench-published bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths \
-	bench-checkpoints bench-audit bench-prepared bench-recordings bench-scripts bench-observing bench-batches trainings zoo gpu chaos clean
+	bench-checkpoints bench-audit bench-prepared bench-recordings bench-scripts bench-observing bench-batches trainings zoo gpu gpus chaos clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -173,6 +173,9 @@ $(ZOO)/.installed: $(INSTALLED)
 
 gpu: $(if $(filter no,$(INSTALL)),,$(INSTALLED)) ## What a machine with a GPU can show; INSTALL=no PYTHON=/path/to/python to use a Python as it is
 	@PYTHONPATH=src $(if $(filter no,$(INSTALL)),$(PYTHON),$(BIN)/python) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(ARGS)
+
+gpus: $(if $(filter no,$(INSTALL)),,$(INSTALLED)) ## What a machine with several GPUs can show, in ten minutes; INSTALL=no as for gpu
+	@PYTHONPATH=src $(if $(filter no,$(INSTALL)),$(PYTHON),$(BIN)/python) -m benchmarks.gpu.several $(ARGS)
 
 chaos: $(INSTALLED) ## Faults at random moments of trainings (hours); FAULTS=40 ARGS="--seed 8 --only kill"
 	@$(BIN)/python -m tests.chaos tests/support/recipes/small_network.py $(addprefix --plan ,$(CHAOS_PLANS)) --batch 16 $(LAUNCHERS) --seed 7 --faults $(FAULTS) $(ARGS)

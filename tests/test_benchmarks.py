@@ -94,6 +94,7 @@ QUICK = [
     pytest.param("speed.utilization", [], r"(?s)\| 1f1b, 2 \| [\d.]+%.*\| pipedream, 2 \| [\d.]+%", id="utilization"),
     pytest.param("overhead.witnesses", [], r"\| digits \| data=2 \|", marks=slow, id="witnesses"),
     pytest.param("speed.zero_bubble", ["tiny"], "torch ScheduleZBVZeroBubble", marks=slow, id="zero_bubble"),
+    pytest.param("gpu.several", ["failure", "--device", "cpu"], "Everything holds", marks=slow, id="gpus"),
     pytest.param("zoo", ["--family", "vision_transformers"], r"DeiT +data=2 +equal", marks=slow, id="zoo"),
 ]
 
