@@ -131,3 +131,18 @@ def test_a_training_on_a_pretended_device_is_the_host_s(library: Path):
     assert len(lines[0]) == 2
     for on_device, on_host in zip(*lines, strict=True):
         assert on_device == pytest.approx(on_host, rel=1e-12)
+
+
+@pytest.mark.slow
+def test_workers_with_a_device_each_launch_in_one_order_and_never_wait_for_it(library: Path):
+    """Over a fake NCCL: equal to one device, no law of launches broken, and no wait of the host in a step."""
+    plans = ("data=2", "pipeline=2,microbatches=4", "tensor=2", "data=2,shard=parameters", "data=2,compress=top_k:0.1")
+    command = [sys.executable, str(ROOT / "tests/fake_cuda/check_nccl.py"), "gpt", *plans]
+    environment = build.environment(library, 2)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    rows = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[")]
+    assert [row[0] for row in rows] == list(plans)
+    for plan, difference, violations, waits in rows:
+        assert difference < 1e-9 or "compress" in plan
+        assert (violations, waits) == ([], {})

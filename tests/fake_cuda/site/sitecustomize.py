@@ -21,6 +21,10 @@ def install() -> None:
     cuda.get_rng_state = lambda device="cuda": torch.zeros(16, dtype=torch.uint8)
     cuda.set_rng_state = lambda state, device="cuda": None
     cuda.manual_seed_all = cuda.manual_seed = lambda seed: None
+    for name in ("reset_peak_memory_stats", "empty_cache"):
+        setattr(torch.accelerator, name, lambda *_: None)
+    for name in ("max_memory_allocated", "memory_allocated", "max_memory_reserved", "memory_reserved"):
+        setattr(torch.accelerator, name, lambda *_: 0)
     cuda.is_bf16_supported = lambda *_, **__: True
 
 

@@ -113,7 +113,7 @@ class FakeWork(dist.Work):
         self._outputs = list(outputs)
         for tensor, _ in self._outputs:
             poison(tensor)
-        self._poisoned = [tensor.clone() for tensor, _ in self._outputs]
+        self._poisoned = [copy_to_host(tensor) for tensor, _ in self._outputs]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         launch = RECORDER.launches[self._index]
@@ -138,6 +138,11 @@ class FakeWork(dist.Work):
         return self._inner.is_completed()
 
 
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory, which gloo carries: the device may be a pretended one."""
+    return tensor.detach().to("cpu", copy=True)
+
+
 def poison(tensor: Tensor) -> None:
     """Overwrite a tensor by what no result has: NaN, or the least integer."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
@@ -148,7 +153,7 @@ def poison(tensor: Tensor) -> None:
 
 def same_bits(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are equal bit for bit, NaN included."""
-    tensor, other = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (tensor, other))
+    tensor, other = (copy_to_host(t).contiguous().view(-1).view(torch.uint8) for t in (tensor, other))
     return torch.equal(tensor, other)
 
 
@@ -197,20 +202,20 @@ class FakeNccl(dist.ProcessGroup):
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> FakeWork:
         (tensor,) = tensors
-        copy = tensor.detach().clone()
+        copy = copy_to_host(tensor)
         work = self._inner.allreduce([copy], opts or c10d.AllreduceOptions())
         return self._launch("all_reduce", (tensor.numel(), tensor.dtype), work, [], [(tensor, copy)])
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> FakeWork:
         (tensor,) = tensors
-        copy, is_source = tensor.detach().clone(), opts.rootRank == self.rank()
+        copy, is_source = copy_to_host(tensor), opts.rootRank == self.rank()
         work = self._inner.broadcast([copy], opts)
         sides = ([(tensor, copy)], []) if is_source else ([], [(tensor, copy)])
         return self._launch("broadcast", (tensor.numel(), tensor.dtype, opts.rootRank), work, *sides)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> FakeWork:
         (tensor,), (parts,) = inputs, outputs
-        copy, copies = tensor.detach().clone(), [part.detach().clone() for part in parts]
+        copy, copies = copy_to_host(tensor), [copy_to_host(part) for part in parts]
         work = self._inner.allgather([copies], [copy], opts or c10d.AllgatherOptions())
         form = tensor.numel() * self.size(), tensor.dtype
         return self._launch(
@@ -218,7 +223,7 @@ class FakeNccl(dist.ProcessGroup):
         )
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> FakeWork:
-        copy, whole = tensor.detach().clone(), torch.empty_like(output)
+        copy, whole = copy_to_host(tensor), copy_to_host(output)
         work = self._inner._allgather_base(whole, copy, opts or c10d.AllgatherOptions())
         # In place the part is a piece of the whole: its own place is written by what stood there.
         in_place = tensor.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
@@ -229,7 +234,7 @@ class FakeNccl(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> FakeWork:
         (total,), (parts,) = outputs, inputs
-        copies, result = [part.detach().clone() for part in parts], total.detach().clone()
+        copies, result = [copy_to_host(part) for part in parts], copy_to_host(total)
         work = self._inner.reduce_scatter([result], [copies], opts or c10d.ReduceScatterOptions())
         form = total.numel() * self.size(), total.dtype
         return self._launch(
@@ -237,7 +242,7 @@ class FakeNccl(dist.ProcessGroup):
         )
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> FakeWork:
-        copy, result = tensor.detach().clone(), torch.empty_like(output)
+        copy, result = copy_to_host(tensor), copy_to_host(output)
         work = self._inner._reduce_scatter_base(result, copy, opts or c10d.ReduceScatterOptions())
         return self._launch(
             "reduce_scatter", (tensor.numel(), tensor.dtype), work, [(tensor, copy)], [(output, result)]
@@ -246,19 +251,19 @@ class FakeNccl(dist.ProcessGroup):
     def alltoall_base(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> FakeWork:
-        copy, result = tensor.detach().clone(), torch.empty_like(output)
+        copy, result = copy_to_host(tensor), copy_to_host(output)
         work = self._inner.alltoall_base(result, copy, list(received), list(sent), opts or c10d.AllToAllOptions())
         return self._launch("all_to_all", (tensor.dtype,), work, [(tensor, copy)], [(output, result)])
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> FakeWork:
         (tensor,) = tensors
-        copy = tensor.detach().clone()
+        copy = copy_to_host(tensor)
         work = self._inner.send([copy], peer, tag)
         return self._launch("send", (tensor.numel(), tensor.dtype), work, [(tensor, copy)], [])
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> FakeWork:
         (tensor,) = tensors
-        copy = tensor.detach().clone()
+        copy = copy_to_host(tensor)
         work = self._inner.recv([copy], peer, tag)
         return self._launch("recv", (tensor.numel(), tensor.dtype), work, [], [(tensor, copy)])
 
@@ -274,4 +279,4 @@ def create_fake_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta
 def use_fake_nccl() -> None:
     """Register the backend in this process, once."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, create_fake_nccl, devices=["cpu"])
+        dist.Backend.register_backend(NAME, create_fake_nccl, devices=["cpu", "cuda"])

@@ -3,8 +3,9 @@
 A GPU's queue runs empty while the host waits for it, and is filled again only then. What waits are the operations that
 give Python a value, or a tensor whose shape depends on values; and copies from the host's pageable memory.
 
-On the CPU a tensor does not say whether it would be on a device. So it is followed: a factory without ``device`` makes
-one on the host, as does an operator all of whose tensors are; every other is on the device.
+Where there is no CUDA, pretended or not, a tensor does not say whether it would be on a device. So it is followed: a
+factory without ``device`` makes one on the host, as does an operator all of whose tensors are; every other is on the
+device.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class HostWaits(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = Counter[str]()
+        self.counts, self._has_cuda = Counter[str](), torch.cuda.is_available()
         self._host = WeakIdKeyDictionary()
 
     def put_on_host(self, tensors: Sequence[Tensor]) -> None:
@@ -45,7 +46,7 @@ class HostWaits(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        on_device = [tensor for tensor in tensors if tensor not in self._host]
+        on_device = [tensor for tensor in tensors if tensor.is_cuda or not (self._has_cuda or tensor in self._host)]
         if (name in READS and on_device) or (name == "__getitem__" and on_device and self._selects(args[1])):
             file, function, _ = find_caller()
             self.counts[f"{file} {function} {name}"] += 1

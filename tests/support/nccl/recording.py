@@ -17,7 +17,7 @@ from benchmarks.gpu.trainings import batch_of, build, sgd, train_plainly, traini
 from polylane.runtime.transport.choose import VARIABLE
 from polylane.runtime.workers import world
 from polylane.runtime.workers.started_worker import WorkerContext
-from polylane.runtime.workers.team import fork_workers
+from polylane.runtime.workers.team import StartMethod, start_workers
 from tests.support.nccl import fake_nccl
 from tests.support.nccl.fake_nccl import Launch
 from tests.support.nccl.host_waits import HostWaits
@@ -45,7 +45,12 @@ class Recording:
 
 
 def record_training(
-    name: str, plan: str, workers: int, steps: int = STEPS, clip_norm: float | None = None
+    name: str,
+    plan: str,
+    workers: int,
+    steps: int = STEPS,
+    clip_norm: float | None = None,
+    start_method: StartMethod = "fork",
 ) -> Recording:
     """Train by a plan in float64, and record.
 
@@ -55,11 +60,13 @@ def record_training(
         workers: number of its processes.
         steps: number of steps.
         clip_norm: bound on the gradients' norm; None: none, as in the plain loop.
+        start_method: "spawn" where there are devices, pretended or not.
 
     Raises:
         WorkerFailed: the training failed, or did not end.
     """
-    reports = fork_workers(partial(_train_recorded, name, plan, steps, clip_norm), workers)
+    work = partial(_train_recorded, name, plan, steps, clip_norm)
+    reports = start_workers(work, workers, start_method=start_method)
     plain = train_plainly(name, steps, torch.device("cpu"))
     weights = reports[0][2]
     difference = relative_difference(weights, plain)
