@@ -64,11 +64,11 @@ def test_launches_of_every_family_are_lawful(plan: str) -> None:
     ("name", "plan", "clip_norm"),
     [
         ("gpt", "data=2", 1.0),
-        ("convolutions", "data=2", None),
-        ("gpt", "pipeline=2,microbatches=4", None),
         ("gpt", "data=2,compress=powersgd:2:1", None),
-        ("gpt", "data=2,compress=top_k:0.1", None),
-        ("gpt", "tensor=2", 1.0),
+        pytest.param("gpt", "pipeline=2,microbatches=4", None, marks=pytest.mark.slow),
+        pytest.param("convolutions", "data=2", None, marks=pytest.mark.slow),
+        pytest.param("gpt", "data=2,compress=top_k:0.1", None, marks=pytest.mark.slow),
+        pytest.param("gpt", "tensor=2", 1.0, marks=pytest.mark.slow),
     ],
 )
 def test_no_step_waits_for_its_device(name: str, plan: str, clip_norm: float | None) -> None:
