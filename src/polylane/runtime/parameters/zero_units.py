@@ -31,7 +31,9 @@ class ShardUnit:
     owners: tuple[int, ...] = ()
 
     def part_bounds(self, elements: Sequence[int], ranks: int) -> tuple[tuple[int, int], ...]:
-        """Return (begin, end) of each rank's shard in elements of the unit; even shards differ by at most one.
+        """Return (begin, end) of each rank's shard in elements of the unit; even ones are equal but for the last ones.
+
+        So a unit is gathered as equal parts, one behind the other: without any copy, however long it is.
 
         Args:
             elements: number of elements of each parameter of the unit.
@@ -40,8 +42,9 @@ class ShardUnit:
         if self.owners:
             sizes = [sum(n for n, o in zip(elements, self.owners, strict=True) if o == rank) for rank in range(ranks)]
         else:
-            share, remainder = divmod(sum(elements), ranks)
-            sizes = [share + (rank < remainder) for rank in range(ranks)]
+            total = sum(elements)
+            share = -(-total // ranks)
+            sizes = [min(share, max(0, total - share * rank)) for rank in range(ranks)]
         return tuple(pairwise((0, *accumulate(sizes))))
 
     def part_range(self, name: str, elements: Sequence[int], ranks: int, index: int) -> tuple[int, int]:

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from polylane.runtime.plain_data import plain_objects as objects
 from polylane.runtime.transport import protocol
-from polylane.runtime.transport.pending_work import BlamePeer, sum_rows, view_as_bytes, view_as_real, wait_for_work
+from polylane.runtime.transport.pending_work import (
+    BlamePeer,
+    is_filled,
+    sum_rows,
+    view_as_bytes,
+    view_as_real,
+    wait_for_work,
+)
 from polylane.runtime.transport.process_groups import CHANNEL, ProcessGroups
 from polylane.runtime.transport.protocol import Deferred, FinishedTransfer, PendingResult, PendingTransfer
 from polylane.runtime.workers.world import World
@@ -185,10 +192,11 @@ class C10dTransport:
             work = group.all_gather_single(view_as_bytes(buffer), view_as_bytes(padded))
 
         def join() -> Tensor:
+            # Equal parts but for shorter ones at the end are one behind the other: only the end is cut off.
+            if tuple(ranks) == members and is_filled(sizes, longest):
+                return buffer[: sum(sizes)]
             # The group is in ascending order, the result in the caller's.
             parts_by_rank = dict(zip(members, buffer.split(longest), strict=True))
-            if tuple(sizes) == (longest,) * len(members) and tuple(ranks) == members:
-                return buffer
             return torch.cat([parts_by_rank[rank][: by_rank[rank]] for rank in ranks])
 
         return wait_for_work(work, blame, join, padded)
@@ -205,7 +213,10 @@ class C10dTransport:
             return FinishedTransfer(wire.clone())
         by_rank, longest = dict(zip(ranks, wire.split(list(sizes)), strict=True)), max(sizes)
         own_elements, padded = by_rank[self.rank].numel(), wire
-        if tuple(sizes) != (longest,) * len(members) or tuple(ranks) != members:
+        if tuple(ranks) == members and is_filled(sizes, longest):
+            missing = longest * len(members) - wire.numel()
+            padded = torch.cat([wire, wire.new_zeros(missing)]) if missing else wire
+        else:
             # Parts of different sizes are padded to the longest one, as in all_gather.
             padded = wire.new_zeros(longest * len(members))
             for padded_part, rank in zip(padded.split(longest), members, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,6 +56,12 @@ def _finish_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], buffe
     with blame:
         work.wait()
     return make()
+
+
+def is_filled(sizes: Sequence[int], longest: int) -> bool:
+    """Return whether parts of these sizes, padded to the longest one, are one behind the other without a gap."""
+    total = sum(sizes)
+    return all(size == min(longest, max(0, total - index * longest)) for index, size in enumerate(sizes))
 
 
 def sum_rows(rows: Tensor) -> Tensor:
