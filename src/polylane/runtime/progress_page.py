@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from polylane.diagnosis.page_layout import (
     BEAT_WORD,
     COPY_BYTES,
@@ -140,10 +142,12 @@ class Progress:
         is_watched: whether anybody can see it.
         words: the page as words of 8 bytes; empty where nobody can see it.
         calls: the collective calls of the user's script; None where there is no script, or nobody can see it.
+        device: the accelerator whose operations are followed; None: there is none.
     """
 
     is_watched = False
     calls: ScriptCalls | None = None
+    device: torch.device | None = None
     words = memoryview(b"").cast("Q")
 
     def enter(self, phase: Phase) -> None:
@@ -264,6 +268,8 @@ class ProgressWriter(Progress):
     def _note_device(self) -> None:
         """Say the first operation that the device has not ended: whose partners it waits for."""
         started = self._started
+        if started and self.device is not None:  # that of a new thread is the host's first one
+            torch.accelerator.set_device_index(self.device)
         while started and started[0][1].is_completed():
             started.popleft()
         self.words[DEVICE_WORD] = started[0][0] if started else 0

@@ -26,6 +26,7 @@ def watch_transports(connect: Callable[..., Transport], progress: Progress) -> C
         world: World, pairs: Iterable[tuple[int, int]], groups: Iterable[Iterable[int]] = (), **options: Any
     ) -> Transport:
         channels, members = list(pairs), [tuple(group) for group in groups]
+        progress.device = world.accelerator
         transport = connect(world, channels, members, **options)
         return WatchedTransport(transport, progress, options.get("tag", 0), channels, members)
 

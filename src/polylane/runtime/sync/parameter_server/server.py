@@ -209,6 +209,8 @@ class ParameterServer:
 
     def _serve_worker(self, rank: int) -> None:
         client = self._clients[rank]
+        if self._device.type != "cpu":  # else that of a new thread is the host's first one
+            torch.accelerator.set_device_index(self._device)
         try:
             while rank not in self._ended_ranks:
                 head, rows = client.channel.get(lambda head: self._row_sizes(client.server_shard, head))
