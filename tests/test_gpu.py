@@ -89,7 +89,9 @@ def run_quickly(folder: Path, *words: str, **options) -> None:
 
 @pytest.mark.slow
 def test_the_same_measurements_on_the_cpu(tmp_path: Path):
-    run_quickly(tmp_path, "--device", "cpu", "--only", "equality", "spans", "memory", "speed", "prediction")
+    run_quickly(
+        tmp_path, "--device", "cpu", "--only", "equality", "collectives", "spans", "memory", "speed", "prediction"
+    )
 
 
 @pytest.fixture(scope="module")

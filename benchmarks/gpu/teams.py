@@ -10,12 +10,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import dropout, equality, families, memory, spans, speed
+from benchmarks.gpu import collectives, dropout, equality, families, memory, spans, speed
 from benchmarks.gpu.setting import Row, Setting
 from polylane.runtime.workers.started_worker import WorkerContext
 from polylane.runtime.workers.team import start_workers
 
-ALONE = {"equality": equality, "dropout": dropout, "spans": spans, "memory": memory, "speed": speed}
+ALONE = {
+    "equality": equality,
+    "dropout": dropout,
+    "collectives": collectives,
+    "spans": spans,
+    "memory": memory,
+    "speed": speed,
+}
 
 
 @contextmanager
