@@ -153,3 +153,24 @@ def test_posting_two_passes_ahead_has_no_order() -> None:
                 yield action
 
     assert not nx.is_directed_acyclic_graph(launch_graph([list(launches(program)) for program in programs]))
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved", "zb-v"])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_no_more_messages_are_held_than_memory_is_predicted_for(schedule: str, stages: int) -> None:
+    """Predictions post two passes ahead; in the order of meetings as many are held or fewer, with chunks one more."""
+    chunks = 2 if schedule in ("interleaved", "zb-v") else 1
+    partition = Partition(chain(stages * chunks), tuple(range(1, stages * chunks)))
+    spec = Spec(pipeline=stages, schedule=schedule, chunks=chunks)
+    programs = order_meetings(lower(partition, plan_from_partition(partition, spec, 2 * stages)))
+    for program in programs:
+        assert count_held(program, is_ordered=True) <= count_held(program, is_ordered=False) + (chunks > 1)
+
+
+def count_held(program: Program, is_ordered: bool) -> int:
+    """Return the most receives that are posted and not waited for yet."""
+    held, most = 0, 0
+    for index, row in enumerate(list_postings(program, is_ordered)):
+        most = max(most, held := held + len(row))
+        held -= index < len(program.actions) and program.actions[index].kind is ActionKind.RECEIVE
+    return most
