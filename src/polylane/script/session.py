@@ -123,14 +123,9 @@ def running_session(session: ScriptSession) -> Iterator[None]:
     """Context manager: the script that runs in it is asked for what the session says."""
     _sessions.append(session)
     try:
-        yield
-    except Exception as error:
-        # This process ends without waiting for the others, which may wait for it.
-        for loop in session.loops:
-            if loop.runner.job is not None:
-                loop.runner.job.abandon()
-        if not isinstance(error, PolylaneError | ActionFailed):
-            raise
+        with _abandoning(session):
+            yield
+    except (PolylaneError, ActionFailed) as error:
         cause = error.cause if isinstance(error, ActionFailed) else error
         if isinstance(cause, PolylaneError):
             _name_line(cause, error)
@@ -142,6 +137,18 @@ def running_session(session: ScriptSession) -> Iterator[None]:
         raise
     finally:
         _sessions.remove(session)
+
+
+@contextmanager
+def _abandoning(session: ScriptSession) -> Iterator[None]:
+    """Context manager: after an error this process ends without waiting for the others, which may wait for it."""
+    try:
+        yield
+    except Exception:
+        for loop in session.loops:
+            if loop.runner.job is not None:
+                loop.runner.job.abandon()
+        raise
 
 
 def _explain_process_group(error: Exception) -> PolylaneError | None:
