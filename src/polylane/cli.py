@@ -193,7 +193,7 @@ def _polylane(
       microbatches=N   parts of a batch that pass through the stages
       schedule=NAME    order of the passes: 1f1b, zb-h1, interleaved, ...
       shard=WHAT       optimizer, gradients or parameters over replicas (ZeRO)
-      precision=TYPE   bfloat16: autocast
+      precision=TYPE   bfloat16, float16: autocast
       recompute=WHAT   full, selective, budget:200MB: activations computed again
       compile=yes      each stage by torch.compile
 

@@ -93,9 +93,14 @@ def test_a_difference_stops_all_workers_or_is_a_warning(fault: str, monkeypatch:
 
 @pytest.mark.parametrize(
     ("plan", "casts"),
-    [("data=2,precision=bfloat16", False), ("pipeline=2,precision=bfloat16", False), ("data=2", True)],
+    [
+        ("data=2,precision=bfloat16", False),
+        ("pipeline=2,precision=bfloat16", False),
+        ("pipeline=2,precision=float16", False),
+        ("data=2", True),
+    ],
 )
-def test_steps_in_bfloat16_are_audited_in_bfloat16(plan: str, casts: bool) -> None:
+def test_steps_in_half_precision_are_audited_in_half_precision(plan: str, casts: bool) -> None:
     """The plan casts, or the script; the gradient of a bias before a batch normalization is nothing but rounding."""
 
     def run(context: WorkerContext) -> Any:

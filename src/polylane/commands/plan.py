@@ -15,7 +15,6 @@ from polylane.plan.spec import shorten_plan
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
     from polylane.commands.requests import PlanRequest
-    from polylane.cost.operators.training_options import TrainingOptions
     from polylane.planner.ranked_plan import RankedPlan
     from polylane.planner.search import SearchResult
 
@@ -35,8 +34,6 @@ def run(request: PlanRequest) -> None:
     from polylane.planner.memory_reserve import refuse_whole_reserve
 
     method, output = planning.method_of(request), request.output
-    if output is not None:
-        _check_plan_can_say(method)
     bound = None if request.memory is None else _parse_bytes(request.memory)
     cluster = load_or_parse(request.cluster)
     fixed, reserve = planning.fixed_keys(request.plan, request), planning.reserve_of(request)
@@ -81,18 +78,6 @@ def _describe_limit(limit: float, free_bytes: int) -> str:
     """Describe how much memory plans may take, and how much they leave."""
     reserve_note = f", and leave {format_size(free_bytes)} of it free (--reserve)" if free_bytes else ""
     return f"Plans take at most {format_size(limit)} of a device's memory{reserve_note}."
-
-
-def _check_plan_can_say(method: TrainingOptions) -> None:
-    """Refuse to write a plan that is not the one that was priced.
-
-    Raises:
-        PolylaneError: the prices would rest on an option that no plan can say, for the runtime does not do it.
-    """
-    if method.dtype == "float16":
-        raise PolylaneError(
-            "--dtype float16 is priced, but the runtime does not do it, and no plan says it: leave out --dtype, or -o"
-        )
 
 
 def _parse_bytes(text: str) -> int:

@@ -186,7 +186,7 @@ def patch_plan(plan: AnyPlan, request: SimulateRequest) -> AnyPlan:
     _refuse_clash(request, "chunks", plan.most_chunks if isinstance(plan, Plan) else plan.chunks, 1, hint)
     if options:
         changes["sync"] = plan.sync.changed(**options)
-    if request.dtype in PRECISIONS:  # float16 is priced alone: no plan says it
+    if request.dtype in PRECISIONS:
         changes["precision"] = request.dtype
     if request.recompute is not None:
         changes["recompute"] = rule = parse_recompute(request.recompute)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from polylane.cost.memory.recompute_budget import dropped_on_stages
 from polylane.cost.memory.saved_by_operators import saved_on_rank, trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
@@ -11,6 +9,7 @@ from polylane.errors import PolylaneError
 from polylane.graph.capture.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
+from polylane.graph.precision import autocast_dtype
 from polylane.plan.local_samples import local_samples
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import NONE
@@ -56,8 +55,7 @@ def find_dropped_tensors(
         samples = graph.samples if layouts.batch_is_sharded else local_samples(plan, stage, batch)
         key = (id(layouts[stage]), samples, synced)
         if key not in saved_tensors:
-            autocast = torch.bfloat16 if plan.precision == "bfloat16" else None
-            setting = BackendSetting(samples, device, autocast, sync_batch_norm=synced)
+            setting = BackendSetting(samples, device, autocast_dtype(plan.precision), sync_batch_norm=synced)
             saved_tensors[key] = _saved_tensors(graph, layouts[stage], setting)
         keeping.append(saved_tensors[key])
     try:

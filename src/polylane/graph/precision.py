@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -278,6 +278,16 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 # ---- dtypes under autocast: the graph is run once more on fake tensors ----
+
+
+def autocast_dtype(precision: str) -> torch.dtype | None:
+    """Return the dtype of the autocast that a plan's precision asks for; None: ``float32`` casts nothing."""
+    return None if precision == "float32" else getattr(torch, precision)
+
+
+def autocast_to(dtype: torch.dtype | None, device_type: str) -> AbstractContextManager[Any]:
+    """Context manager: autocast to a dtype on a type of device, "cpu" or "cuda"; of None nothing."""
+    return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
 
 
 def dtypes_under_autocast(graph: Graph, device_type: str, dtype: torch.dtype) -> dict[str, torch.dtype]:

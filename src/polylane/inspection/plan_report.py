@@ -20,7 +20,7 @@ from polylane.cost.simulator.schedule_tasks import simulate_replicas, simulate_s
 from polylane.cost.stage_cost import PassCosts
 from polylane.graph.batch import split_bounds
 from polylane.graph.partition import Partition
-from polylane.graph.precision import dtypes_under_autocast
+from polylane.graph.precision import autocast_dtype, dtypes_under_autocast
 from polylane.inspection.graph_report import count_elements
 from polylane.observe.timeline import Timeline
 from polylane.placement.enumerate_strategies import enumerate_strategies
@@ -174,9 +174,9 @@ def _share(prepared: CompiledTraining, batch: int) -> str:
 
 def dtypes_of(prepared: CompiledTraining) -> Mapping[str, torch.dtype]:
     """Return the dtypes of values that autocast changes, by node name; capture saw the others."""
-    if prepared.plan.precision != "bfloat16":
+    if (dtype := autocast_dtype(prepared.plan.precision)) is None:
         return {}
-    return dtypes_under_autocast(prepared.main_partition.graph, accelerator_type() or "cpu", torch.bfloat16)
+    return dtypes_under_autocast(prepared.main_partition.graph, accelerator_type() or "cpu", dtype)
 
 
 def _stages(prepared: CompiledTraining, costs: Sequence[PlanCost], seconds: Sequence[Both]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from polylane.plan.recompute import MODES, NONE, Recompute, format_recompute, pa
 from polylane.plan.sync import SUM, SyncOptions
 from polylane.schedule.schedules import ASYNCHRONOUS, ScheduleName
 
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bfloat16", "float16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 # What the replicas of a stage do with a microbatch: compute a part of each, or whole ones in turn.
@@ -150,6 +150,20 @@ def _explain_vertical_sync(options: PlanOptions) -> str | None:
     return f"vertical_sync is for schedule=pipedream, not {options.schedule}"
 
 
+def _explain_float16(options: PlanOptions) -> str | None:
+    if options.precision != "float16":
+        return None
+    words = [f"schedule={options.schedule}"] if options.schedule in ASYNCHRONOUS else []
+    if options.sync.has_servers or options.sync.is_replica_local or options.sync.compress is not None:
+        words += options.sync.to_words()
+    if not words:
+        return None
+    return (
+        f"precision=float16 and {','.join(words)} exclude each other, since workers leave out a step together where a "
+        "gradient overflows, and the loss scale is the same for all of a step: take precision=bfloat16"
+    )
+
+
 def _explain_compile(options: PlanOptions) -> str | None:
     if options.sync.shard != "parameters":
         return None
@@ -180,7 +194,8 @@ class PlanOptions:
             compute whole microbatches in turn, as in PipeDream; their number may differ between stages): see
             [schedules](docs/explanation/schedules.md#replicas-in-turn)
         sync: how replicas synchronize gradients or weights; in a line its keys are words of their own
-        precision: ``float32`` (whatever dtype your model has) or ``bfloat16`` (autocast)
+        precision: ``float32`` (whatever dtype your model has), ``bfloat16`` (autocast) or ``float16`` (autocast, with a
+            loss scale): see [mixed precision](docs/how-to/mixed-precision.md)
         recompute: what backward passes recompute instead of keeping it: ``none``, ``selective`` (attention), ``full``,
             a budget (``budget:200MB``), or one of these for each module: see
             [memory](docs/explanation/memory.md)
@@ -200,7 +215,7 @@ class PlanOptions:
     # In turn, replica r of d has the microbatches r, r + d, r + 2d, ... (PipeDream's replicated stages).
     replicas: Annotated[Replicas, PlanKey(shown="files", fixed_values=(), applies_alone=False)] = SPLIT
     sync: Annotated[SyncOptions, PlanKey(in_lines=False, shown="files", applies_alone=False)] = SUM
-    precision: Annotated[Precision, PlanKey(shown="files")] = PRECISIONS[0]
+    precision: Annotated[Precision, PlanKey(shown="files", find_conflict=_explain_float16)] = PRECISIONS[0]
     # A budget is of a stage, and a plan in the place of this one has other stages.
     recompute: Annotated[Recompute, PlanKey(fixed_values=MODES[1:])] = NONE
     per_sample: tuple[str, ...] = ()

@@ -134,11 +134,11 @@ def _with_measured_contention(cluster: Cluster, profile: Profile | None) -> Clus
 
 
 def _precision_setting(method: TrainingOptions) -> dict[str, Any]:
-    """Return the backend setting of a precision: autocast keeps float32 parameters; other 16-bit modes convert all."""
+    """Return the backend setting of a precision: autocast keeps float32 parameters; pure 16-bit modes convert all."""
     if not method.is_half_precision:
         return {}
     low = getattr(torch, method.dtype)
-    return {"autocast": low} if method.masters and method.dtype == "bfloat16" else {"dtype": low}
+    return {"autocast": low} if method.masters else {"dtype": low}
 
 
 def _passes_itemsize(method: TrainingOptions) -> int | None:

@@ -159,6 +159,7 @@ class TrainingRole:
             if bound.buffers:
                 self._local_model.buffers.receive_updates(bound.buffers)
             bound.executor.anomalies = anomalies
+            bound.executor.loss_scale = None if update.loss_scale is None else update.loss_scale.scale
             noise = self.telemetry.noise
             with self._traffic.count_step(name, bound.passes), noise.measuring(bound.executor, update, self._step):
                 state = self._run(label, bound, local_batch, self._step, partial(finish, name, bound))
@@ -202,6 +203,7 @@ class TrainingRole:
         """Make the gradients those of the loss's mean over what it counts, as the user's hooks change them."""
         update = self._updates[name]
         self.telemetry.noise.note_sums(update, state)
+        update.unscale_gradients()
         if not bound.executor.program.partition.graph.loss_is_mean:
             # Gradients were taken of total / samples; the mean is total / count, and the count is known only now.
             is_local = bound.executor.is_replica_local

@@ -32,6 +32,7 @@ from polylane.runtime.state.model_state import optimized_parts
 from polylane.runtime.state.optimizer_state import OptimizedPart
 from polylane.runtime.state.python_state import restore_python_state
 from polylane.runtime.step_result import StepState
+from polylane.runtime.sync.objective_update import restore_scales
 from polylane.runtime.training_role import TrainingRole
 from polylane.samples.leaf_effects import effects_by_module
 from polylane.samples.split_dependence import note_draws
@@ -69,6 +70,11 @@ class ScriptRole(TrainingRole):
     def sample_slice(self, samples: int) -> SampleSlice:
         """Return a whole batch of the next step as one part, with the numbers that its random numbers depend on."""
         return SampleSlice(samples, batch=samples, step=self._step, seed=self._seed)
+
+    def loss_scale(self, name: str) -> float:
+        """Return the factor of the loss in the next passes of an objective; waits for the device."""
+        found = self._updates[name].loss_scale
+        return 1.0 if found is None else found.scale.item()
 
     def local_gradients(self, computed: ComputedStep, name: str) -> dict[str, Tensor]:
         """Return what a step has computed of the gradients of this worker's parameters, by name.
@@ -182,6 +188,7 @@ class ScriptRole(TrainingRole):
         """Go on from a checkpoint whose weights and optimizers' states whole models had before the training began."""
         self._step = _draws_of(plain, self._step)
         self._required_gradients.restore(plain.get("requires_grad", {}))
+        restore_scales(self._updates, plain)
         replica = self.plan.stage_and_replica(self.world.rank)[1]
         restore_python_state(self._prepared, self._local_model.tensors.model, replica, plain)
 

@@ -20,6 +20,7 @@ from polylane.diagnosis.page_layout import Phase
 from polylane.errors import CallsDiffer, PolylaneError
 from polylane.graph.capture.export import snapshot_model
 from polylane.graph.capture.output_request import LossWithOutputs
+from polylane.graph.precision import autocast_dtype, autocast_to
 from polylane.graph.python_state.random_generators import generator_states, generators_kept, states_equal
 from polylane.graph.readings.batch_readings import ask_batches
 from polylane.graph.rounding_noise import nudge_values
@@ -154,11 +155,13 @@ class PlainTraining:
         models: the models of the loop, in order.
         examples: inputs of the tapes that were run, by number of the tape: what the plan's programs are compiled for.
         stepped: ids of the optimizers that have stepped.
+        loss_scale: factor of the loss whose gradients the passes compute.
     """
 
     models: Sequence[nn.Module]
     examples: dict[int, tuple[Tape, Sequence[Tensor]]] = field(default_factory=dict)
     stepped: set[int] = field(default_factory=set)
+    loss_scale: float = 1.0
 
     def compute(self, tape: Tape, inputs: Sequence[TapeInput]) -> PlainRun:
         inputs = gather_inputs(inputs)
@@ -166,7 +169,7 @@ class PlainTraining:
         parameters = [p for model in self.models for p in model.parameters() if p.requires_grad]
         with torch.enable_grad():
             result = tape.replay(self.models, inputs)
-            gradients = torch.autograd.grad(result.loss, parameters, allow_unused=True)
+            gradients = torch.autograd.grad(result.loss * self.loss_scale, parameters, allow_unused=True)
         run = PlainRun.of_replay(result)
         run.gradients = {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
         run.names = {parameter: name for name, parameter in Models(self.models).named_parameters()}
@@ -282,9 +285,9 @@ class PlannedTraining:
             self.audit.note = "its random numbers, or statistics, are those of the plan's parts of a batch"
             return None
         part = role.sample_slice(take_tape(batch).samples)
-        is_cast = role.plan.precision == "bfloat16"
-        casts = torch.autocast(role.world.device.type, torch.bfloat16) if is_cast else nullcontext()
-        cast_dtypes = list_cast_dtypes(bound.partition.graph) | ({torch.bfloat16} if is_cast else set())
+        cast_to, scale = autocast_dtype(role.plan.precision), role.loss_scale(OBJECTIVE)
+        casts = autocast_to(cast_to, role.world.device.type)
+        cast_dtypes = list_cast_dtypes(bound.partition.graph) | ({cast_to} if cast_to else set())
         dtype = max(cast_dtypes, key=lambda cast_dtype: torch.finfo(cast_dtype).eps, default=None)
 
         def replay(attempt: int | None) -> MeasuredPass:
@@ -294,9 +297,9 @@ class PlannedTraining:
                     if attempt is not None:
                         nudge_values(models.parameters(), attempt, dtype)
                     with KeyedDraws(draws, part) if draws else nullcontext(), casts:
-                        run = PlainTraining(list(models.children())).compute(tape, inputs)
+                        run = PlainTraining(list(models.children()), loss_scale=scale).compute(tape, inputs)
                     names = {parameter: name for name, parameter in models.named_parameters()}
-                    return MeasuredPass(float(run.value), {names[p]: g for p, g in run.gradients.items()}, {})
+                    return MeasuredPass(float(run.value), {names[p]: g / scale for p, g in run.gradients.items()}, {})
                 finally:
                     restore()
 

@@ -37,6 +37,7 @@ class ComparedTraining:
         seed: of dropout and of all other random numbers.
         tolerance: largest relative error that counts as rounding.
         first_step: number of the training's step, from 0, that the first batch is of: random numbers depend on it.
+        loss_scale: factor of the loss in passes in float16, by which their gradients are divided.
     """
 
     prepared: CompiledTraining
@@ -45,6 +46,7 @@ class ComparedTraining:
     seed: int = 0
     tolerance: float = TOLERANCE
     first_step: int = 0
+    loss_scale: float = 1.0
     _by_form: dict[Any, list[CompiledTraining]] = field(default_factory=dict, repr=False, compare=False)
 
     def compiled_for(self, step: int) -> CompiledTraining:

@@ -23,7 +23,7 @@ from polylane.graph.batch import (
 )
 from polylane.graph.capture.export import Loss, ModelWithLoss, snapshot_model
 from polylane.graph.nodes.sample_slice import SampleSlice
-from polylane.graph.precision import Promoted
+from polylane.graph.precision import Promoted, autocast_dtype, autocast_to
 from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.rounding_noise import TRIES, nudge_values
 from polylane.runtime.parameters.model_tensors import ModelTensors
@@ -281,8 +281,7 @@ class ReferenceLoop:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Return the context manager of the plan's precision; in float64 there is none."""
-        is_lower = self.training.prepared.plan.precision == "bfloat16"
-        return torch.autocast("cpu", dtype=torch.bfloat16) if is_lower else nullcontext()
+        return autocast_to(autocast_dtype(self.training.prepared.plan.precision), "cpu")
 
     def backward(self, step: int, permuted: int | None = None) -> tuple[float, float]:
         """Leave the clipped gradients of the mean over a batch in the parameters; return the loss as (total, count).
@@ -364,14 +363,14 @@ class ReferenceLoop:
                 # A mean is weighted by its part of the samples now. The totals of polylane.Mean are summed as they are,
                 # and divided by the total count after the last microbatch.
                 weight = (stop - start) / loss_samples if self._graph.loss_is_mean else 1.0
-                (result[0] * weight).backward()
+                result[0].backward(torch.full_like(result[0], weight * self.training.loss_scale))
             if self._graph.loss_is_mean:
                 total, count = total + result[0].item() * (stop - start), count + (stop - start)
             else:
                 total, count = total + result[0].item(), count + result[1].item()
-        if not self._graph.loss_is_mean and count:
-            for gradient in self.named_gradients().values():
-                gradient /= count
+        divisor = self.training.loss_scale * (1.0 if self._graph.loss_is_mean or not count else count)
+        for gradient in self.named_gradients().values() if divisor != 1 else ():
+            gradient /= divisor
         return total, count
 
     def named_gradients(self) -> dict[str, Tensor]:

@@ -154,13 +154,31 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
 
 
-def test_in_bfloat16_rounding_is_no_difference() -> None:
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_under_autocast_rounding_is_no_difference(precision: str) -> None:
     random = torch.Generator().manual_seed(1)
     data = [(torch.randn(64, 4, generator=random), torch.randint(0, 3, (64,), generator=random)) for _ in range(STEPS)]
-    report = train("data=2,precision=bfloat16", normed, data=data)
+    report = train(f"data=2,precision={precision}", normed, data=data)
     assert report.steps == (1, 2, 4) and report.worst > 1e-6
     with pytest.raises(PolylaneError, match="computes: step 2: "):
-        train("data=2,precision=bfloat16", normed, data=data, spoil=move_a_weight_far)
+        train(f"data=2,precision={precision}", normed, data=data, spoil=move_a_weight_far)
+
+
+def test_passes_in_float16_are_made_again_with_their_loss_scale() -> None:
+    """Without it, gradients of a loss as small as this would be zero; where they overflow there is no update."""
+
+    def faint(model: nn.Module, batch: Any) -> Any:
+        return cross_entropy(model, batch) * 1e-7
+
+    def plain() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    data = [(x.float(), y) for x, y in batches()]
+    data[1][0][3] = 1e6
+    report = train("data=2,precision=float16", plain, faint, data=data)
+    assert report.steps == (1, 4)
+    assert not report.differences
 
 
 # Bugs as a plan may have them: each worker is spoiled, the auditor is not.

@@ -22,7 +22,7 @@ from polylane.runtime.state.python_state import collect_python_state, restore_py
 from polylane.runtime.state.random_state import collect_generators, restore_generators
 from polylane.runtime.state.saved_state import SavedState
 from polylane.runtime.sync.gradient_sync import GradientSync
-from polylane.runtime.sync.objective_update import ObjectiveUpdate
+from polylane.runtime.sync.objective_update import ObjectiveUpdate, restore_scales
 from polylane.runtime.sync.required_gradients import RequiredGradients
 from polylane.runtime.workers.world import World
 
@@ -74,6 +74,8 @@ class WorkerTrainingState:
                 state.extend(self._collect_optimizer(name, update))
             if local_model.world.rank == 0:
                 state.plain |= collect_options(name, update.optimizer, update.scheduler)
+                if update.loss_scale is not None:
+                    state.plain[f"loss_scale/{name}"] = update.loss_scale.collect()
         state.extend(self._sync.collect_state(self.replica))
         for name, update in self._updates.items():
             state.extend(update.compressor.collect_state(name, local_model, self.replica))
@@ -104,6 +106,7 @@ class WorkerTrainingState:
                 restore_optimizer(name, built, parts, saved.plain, saved.fill, self._variant)
                 names = self._names_of(update)
                 restore_attributes(name, built, names, parts, saved.plain, saved.fill, self._variant)
+        restore_scales(self._updates, saved.plain)
         self._required.restore(saved.plain.get("requires_grad", {}))
         self._sync.restore_state(saved, self.replica)
         restore_python_state(local_model.prepared, local_model.tensors.model, self.replica, saved.plain)

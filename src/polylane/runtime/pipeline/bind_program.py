@@ -15,7 +15,7 @@ from polylane.compile.dropped_tensors import find_dropped_tensors
 from polylane.compile.reshard import Resharder, value_specs
 from polylane.errors import PolylaneError
 from polylane.graph.capture.repeatable import DroppedTensors
-from polylane.graph.precision import dtypes_under_autocast
+from polylane.graph.precision import autocast_dtype, dtypes_under_autocast
 from polylane.plan.plan import Plan
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation, without_replica_sync
@@ -161,7 +161,7 @@ class StageBinder:
 
     @property
     def _autocast(self) -> torch.dtype | None:
-        return torch.bfloat16 if self.local_model.prepared.plan.precision == "bfloat16" else None
+        return autocast_dtype(self.local_model.prepared.plan.precision)
 
     def bind_stage(self, stage: int, buckets: tuple[GradientBucket, ...]) -> tuple[StageRunner, AllReducer | None]:
         """Return a stage's runner, and what reduces the gradients of ``buckets``; None: there are none to reduce."""

@@ -49,6 +49,7 @@ class Executor:
         per_sample: modules that treat each sample by itself, as the plan says; their calls are checked.
         running_statistics: moved at the end of a step, where replicas take turns; None: in the passes.
         anomalies: checks forward passes in training; None: they are not checked.
+        loss_scale: factor of the loss whose gradients passes compute, a scalar on the device; None: 1.
         measure_pass: context manager around every backward pass, in a step whose gradients are measured; None: none.
     """
 
@@ -64,6 +65,7 @@ class Executor:
     per_sample: Sequence[str]
     running_statistics: RunningStatistics | None = None
     anomalies: AnomalyDetector | None = None
+    loss_scale: Tensor | None = None
     measure_pass: Callable[[Action], AbstractContextManager[None]] | None = None
 
     def __post_init__(self) -> None:
@@ -324,6 +326,7 @@ class Executor:
             # Filled on the device: a copy from the host would wait for all kernels before it.
             share = part.weight * (part.samples if mean else 1) / state.samples_in_mean
             seed = torch.full((), share, device=runner.device, dtype=torch.float64)
+            seed = seed if self.loss_scale is None else seed * self.loss_scale
         # Waiting for messages of earlier microbatches releases their buffers; program/check.py has shown that it ends.
         for key in [key for key, sent in state.pending_sends.items() if key.stage == action.stage and sent.until <= i]:
             state.wait_sent(key)

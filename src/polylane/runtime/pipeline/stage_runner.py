@@ -18,6 +18,7 @@ from torch import Tensor
 
 from polylane.graph.graph import Node
 from polylane.graph.nodes.sample_slice import SampleSlice
+from polylane.graph.precision import autocast_to
 from polylane.runtime.pipeline.stage_code import LocalStageCode, StageCode
 from polylane.runtime.pipeline.weight_gradients import DEFERRED, DeferredGradients
 from polylane.runtime.stage_hooks import StageHooks
@@ -131,7 +132,7 @@ class StageRunner:
 
     def precision_context(self) -> AbstractContextManager[Any]:
         """Return the context manager in which the stage's operators run: autocast, or nothing."""
-        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
+        return autocast_to(self.autocast, self.device.type)
 
     def run_code(self, inputs: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice) -> tuple[Any, ...]:
         """Run the stage's code on one microbatch; return the outgoing values, then the parts of the loss."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -33,6 +34,7 @@ from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
 from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor
 from polylane.runtime.sync.compression.top_k import TopKCompressor
+from polylane.runtime.sync.loss_scale import LossScale, overflow_told, reads_overflow
 
 WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _REAL = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
@@ -55,9 +57,11 @@ class ObjectiveUpdate:
         sums: sums numbers of parameters over all of their shards.
         copies: number of replicas that count the same.
         note_loss: runs the lines of the user's loss that only note something, with what returns the loss; None without.
+        loss_scale: factor of the loss in passes in float16, which decides what updates are left out; None in others.
         step_key: seed of the training and number of the step: what the optimizer's random numbers depend on.
         compressor: sums gradients over replicas; shared by all bound programs of the objective, so that error feedback
             of one of them is sent by the next.
+        was_left_out: whether the last update is known to have been left out.
     """
 
     optimizer: torch.optim.Optimizer
@@ -72,7 +76,9 @@ class ObjectiveUpdate:
     counted_names: Sequence[str] = ()
     copies: int = 1
     note_loss: Callable[[Callable[[], float]], None] | None = None
+    loss_scale: LossScale | None = None
     step_key: tuple[int, ...] | None = None
+    was_left_out: bool = False
     _is_training: bool | None = None  # whether the optimizer's train() or its eval() was called last
 
     def set_mode(self, training: bool) -> None:
@@ -96,14 +102,26 @@ class ObjectiveUpdate:
     def update_weights(self, samples: bool = True, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Clip, step the optimizer and the scheduler, as one device does after its backward pass.
 
+        Nothing is done where a gradient is not finite in a training with a loss scale.
+
         Args:
             samples: whether this replica had any samples in the batch; without any only the scheduler steps.
             optimizer: the one that steps, of several that the objective has; default: all of them.
         """
+        stepping, told = optimizer or self.optimizer, nullcontext()
+        self.was_left_out = False
+        if self.loss_scale is not None:
+            found = self.loss_scale.find_overflow(p for group in stepping.param_groups for p in group["params"])
+            if self.scheduler is None and reads_overflow(stepping):
+                told = overflow_told(stepping, found)
+            elif found.item():  # as torch.amp.GradScaler: the one number for which the host waits
+                self.was_left_out = True
+                return
         if samples:
             if self.clipper is not None:
                 self.clipper.clip_gradients()
-            step_optimizer(optimizer or self.optimizer, self.step_key)
+            with told:
+                step_optimizer(stepping, self.step_key)
             # ZeRO-1 and -2: each replica updated its shard, the full parameters need all of them.
             if self.shards.flat_buffers:
                 self.shards.gather_updated(self.full_parameters.keys())
@@ -121,7 +139,7 @@ class ObjectiveUpdate:
         Args:
             read_loss: returns the loss, and waits for it.
         """
-        if self.needs_loss:
+        if self.needs_loss and not self.was_left_out:
             step_scheduler(self.scheduler, read_loss())
         if self.note_loss is not None:
             self.note_loss(read_loss)
@@ -145,6 +163,11 @@ class ObjectiveUpdate:
             return torch.zeros((), dtype=torch.float64)
         return torch.stack(torch._foreach_norm(present, 2.0)).double().square().sum() / self.copies
 
+    def unscale_gradients(self) -> None:
+        """Make the gradients those of the loss itself, where passes compute those of a multiple."""
+        if self.loss_scale is not None:
+            self.scale_gradients(self.loss_scale.inverse)
+
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the gradients of all local parameters and shards by a number, or by a scalar tensor, in place."""
         grads = [p.grad for p in self.local_parameters.values() if p.grad is not None]
@@ -164,6 +187,7 @@ def build_updates(local_model: LocalModel, clip_norm: float | None) -> dict[str,
             says.
     """
     _refuse_whole_norms(local_model.prepared.plan, clip_norm)
+    _refuse_half_gradients(local_model)
     # Order matters: optimizers on full parameters, then sharding, then what refers to the shards.
     all_pairs = named_parameters(local_model.prepared.model, local_model.tensors.losses)
     optimizers = {
@@ -185,6 +209,17 @@ def _refuse_whole_norms(plan: Plan, clip_norm: float | None) -> None:
         )
 
 
+def _refuse_half_gradients(local_model: LocalModel) -> None:
+    """Refuse a loss scale for gradients in float16, which would lose what it keeps."""
+    for graph in local_model.prepared.graphs.values() if local_model.prepared.plan.precision == "float16" else ():
+        for name, info in graph.partition.graph.parameters.items():
+            if info.trainable and info.dtype == "float16":
+                raise PolylaneError(
+                    f"precision=float16 is for models in float32, and {name} is in float16 itself, and so is its "
+                    "gradient: build the model in float32 (model.float()), or leave precision out"
+                )
+
+
 def _trainer_of(
     local_model: LocalModel, name: str, built: torch.optim.Optimizer, clip_norm: float | None
 ) -> ObjectiveUpdate:
@@ -199,10 +234,18 @@ def _trainer_of(
     codec = choose_compressor(local_model.prepared.plan.sync, {n: p for n, p in parameters.items() if p.requires_grad})
     note = _bind_log(local_model, name)
     copies = 1 if _sums_all_replicas(local_model) else local_model.prepared.plan.data
-    shards = local_model.shards
+    shards, is_scaled = local_model.shards, local_model.prepared.plan.precision == "float16"
+    scale = LossScale(local_model.world.device, sums.sum_replica) if is_scaled else None
     return ObjectiveUpdate(
-        built, scheduler, order, updated_parts, clipper, shards, parameters, codec, sums, counted, copies, note
+        built, scheduler, order, updated_parts, clipper, shards, parameters, codec, sums, counted, copies, note, scale
     )
+
+
+def restore_scales(updates: Mapping[str, ObjectiveUpdate], plain: Mapping[str, Any]) -> None:
+    """Go on with the loss scales of a checkpoint, by objective; begin where it has none."""
+    for name, update in updates.items():
+        if update.loss_scale is not None:
+            update.loss_scale.load(*(plain[key] for key in (f"loss_scale/{name}",) if key in plain))
 
 
 def _bind_log(local_model: LocalModel, name: str) -> Callable[[Callable[[], float]], None] | None:

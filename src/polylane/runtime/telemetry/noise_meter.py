@@ -171,7 +171,10 @@ class NoiseMeter:
         plain, scaled = squares.squares()
         cost = self._cost + time.perf_counter() - began
         tail = torch.tensor([1.0, cost, self._seconds], dtype=torch.float64).to(device, non_blocking=True)
-        numbers = torch.cat([counts, plain, self._totals[0], scaled, self._totals[1], tail])
+        squares_of_all = torch.cat([plain, self._totals[0], scaled, self._totals[1]])
+        if executor.loss_scale is not None:  # they are of gradients that were not divided by it yet
+            squares_of_all = squares_of_all / executor.loss_scale.double().square()
+        numbers = torch.cat([counts, squares_of_all, tail])
         pools = layout.pool_samples(state.tables.samples)
         return numbers, NoiseReading(layout, (), pools, executor.is_replica_local, squares.precondition is not None)
 

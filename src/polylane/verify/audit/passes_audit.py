@@ -149,12 +149,12 @@ class PassesAudit:
         started = time.perf_counter()
         tolerance = self.tolerance if dtype is None else max(self.tolerance, TOLERANCES[dtype])
         self.steps.append(self.count)
-        report = self._find_worst(measured, loss, gradients, take, RoundingFloors(), tolerance)
+        report = self._find_worst(measured, loss, gradients, take, RoundingFloors(), tolerance, dtype)
         if not report.error <= tolerance:
             floors = measure_floors(measured, lambda attempt, permuted: replay(attempt), tolerance, False)
             if tolerance > MOST_TOLERANCE:
                 floors = floors.multiply(COARSE_MARGIN / MARGIN)
-            report = self._find_worst(measured, loss, gradients, take, floors, tolerance)
+            report = self._find_worst(measured, loss, gradients, take, floors, tolerance, dtype)
         self.worst = max(self.worst, report.error)
         self.seconds += time.perf_counter() - started
         if report.error <= tolerance:
@@ -170,6 +170,7 @@ class PassesAudit:
         take: TakePart,
         floors: RoundingFloors,
         tolerance: float,
+        casts_to: torch.dtype | None,
     ) -> _Report:
         """Return the largest difference of all workers."""
         worst = _Report()
@@ -185,8 +186,10 @@ class PassesAudit:
                 continue
             expected, gradient = densify(expected), densify(gradient)
             computed = torch.zeros_like(expected) if local_gradient is None else densify(local_gradient)
-            if not gradient.isfinite().all() and not computed.isfinite().all():
-                continue  # one device has no numbers either
+            are_finite = bool(gradient.isfinite().all()), bool(computed.isfinite().all())
+            # One device has no numbers either; in float16 the sum of a batch may overflow, and not those of its parts.
+            if not any(are_finite) or (casts_to == torch.float16 and not all(are_finite)):
+                continue
             difference = max_difference(expected.reshape(computed.shape), computed)
             scale = error_scale(max_magnitude(gradient), floors.gradients.get(name, 0.0), tolerance)
             error = divide_by_scale(difference, scale)

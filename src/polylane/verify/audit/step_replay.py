@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.graph.graph import Graph
+from polylane.graph.precision import autocast_dtype
 from polylane.graph.python_state.random_generators import restore_generators
 from polylane.graph.rounding_noise import COARSE_MARGIN, MARGIN, TRIES
 from polylane.graph.sparse_gradients import densify
@@ -82,8 +83,8 @@ def read_rounding(prepared: CompiledTraining, device: torch.device) -> DeviceRou
     """Return how the device of this worker rounds the numbers of a training, as torch's settings say."""
     dtypes = {parameter.dtype for parameter in prepared.model.parameters()}
     dtypes = dtypes.union(*(list_cast_dtypes(graph.partition.graph) for graph in prepared.graphs.values()))
-    if prepared.plan.precision == "bfloat16":
-        dtypes.add(torch.bfloat16)
+    if (cast_dtype := autocast_dtype(prepared.plan.precision)) is not None:
+        dtypes.add(cast_dtype)
     convolutions = products = False
     if device.type == "cuda" and torch.float32 in dtypes:
         backends: Any = torch.backends  # its stubs lack fp32_precision
@@ -186,7 +187,8 @@ class StepReplay:
         Raises:
             PolylaneError: the state before the step cannot be loaded into the user's model and optimizer.
         """
-        training = replace(self._training, batches=[batch], first_step=step)
+        scale, _ = old_state.plain.get(f"loss_scale/{self._objective}", (1.0, 0))
+        training = replace(self._training, batches=[batch], first_step=step, loss_scale=scale)
         # In the warm-up of local SGD replicas share gradients, and are equal.
         is_warmup = self._average is not None and step < self._sync.warmup
         models = self._replicas[:1] if is_warmup else self._replicas
@@ -205,10 +207,13 @@ class StepReplay:
             self._average.record_step(0, step)
         count = sum(replica_pass.count for replica_pass in passes)
         own_loss = sum(replica_pass.total for replica_pass in passes) / count if count else float("nan")
-        # NaN differs from itself: where one device has no numbers either, there is nothing to compare.
-        if not (
-            _are_finite(own_loss, [g for replica_pass in passes for g in replica_pass.gradients.values()])
-        ) and not (_are_finite(loss, [g for replica_pass in passes for g in replica_pass.planned.values()])):
+        # NaN differs from itself: where one device has no numbers either, there is nothing to compare. Nor is there
+        # where scaled gradients overflow on one side alone, as the sum of a batch may do, and not those of its parts.
+        are_finite = (
+            _are_finite(own_loss, [g for replica_pass in passes for g in replica_pass.gradients.values()]),
+            _are_finite(loss, [g for replica_pass in passes for g in replica_pass.planned.values()]),
+        )
+        if not any(are_finite) or (scale != 1 and not all(are_finite)):
             return StepVerdict(step + 1, is_compared=False)
         records, distances = list[ReferenceStep](), list[Distances]()
         for number, (model, replica_pass) in enumerate(zip(models, passes, strict=True)):
@@ -255,8 +260,8 @@ class StepReplay:
                 step: floors.elementwise_max(device_floors[step].multiply(TF32_MARGIN / MARGIN))
                 for step, floors in new_floors.items()
             }
-        if training.prepared.plan.precision == "bfloat16":
-            cast_floors = remeasure_floors(training, reference, steps, TRIES, dtype=torch.bfloat16)
+        if (cast_dtype := autocast_dtype(training.prepared.plan.precision)) is not None:
+            cast_floors = remeasure_floors(training, reference, steps, TRIES, dtype=cast_dtype)
             new_floors = {
                 step: floors.elementwise_max(cast_floors[step].multiply(COARSE_MARGIN / MARGIN))
                 for step, floors in new_floors.items()
