@@ -19,6 +19,7 @@ from polylane.commands.requests import WorkersRequest
 from polylane.commands.user_inputs import choose_plan
 from polylane.compile.training_problem import TrainingProblem
 from polylane.graph.graph import Graph
+from polylane.plan.plan import Plan
 from polylane.plan.plan_file import load
 from polylane.probe import machine
 from polylane.recipe import Recipe
@@ -207,10 +208,35 @@ def test_one_microbatch_fills_a_pipeline_without_a_flush(recipe: Path) -> None:
     assert free["plan"] == fixed["plan"] and free["plan"].endswith("schedule=pipedream,microbatches=1")
 
 
-def test_the_precision_that_is_said_in_keys_needs_no_option(recipe: Path) -> None:
+def _written(line: str) -> Plan:
+    assert call(*line.split(), "-o", "plan.yaml").exit_code == 0
+    return load("plan.yaml")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_precision_that_is_said_in_keys_needs_no_option(recipe: Path, dtype: str) -> None:
     line = "plan layers.py --cluster 2:a100-80g --json --plan data=2"
-    said, given = (call(*words.split()) for words in (f"{line},precision=bfloat16", f"{line} --dtype bfloat16"))
+    said, given = (call(*words.split()) for words in (f"{line},precision={dtype}", f"{line} --dtype {dtype}"))
     assert said.exit_code == 0 and json.loads(said.stdout)["plans"] == json.loads(given.stdout)["plans"]
+    assert _written(f"{line} --dtype {dtype}").precision == dtype
+
+
+def test_devices_that_have_units_for_float16_alone(recipe: Path) -> None:
+    """A V100 is faster in float16 only, on which bfloat16 may not even have a figure."""
+    line = "simulate layers.py --cluster 1:v100 --plan data=1 --batch 65536 --set width=1024 --json --dtype"
+    seconds, memory = {}, {}
+    for dtype in ("float32", "bfloat16", "float16"):
+        found = json.loads(call(*line.split(), dtype).stdout)
+        seconds[dtype], memory[dtype] = found["step_seconds"], found["stages"][0]["memory"]["total"]
+    assert seconds["float16"] < 0.5 * seconds["bfloat16"] and memory["float16"] == memory["bfloat16"]
+    Path("only.yaml").write_text(
+        "hosts: [{device: {memory: 16 GiB, bandwidth: 300 GB/s, flops: {float32: 8 TFLOP/s, float16: 65 TFLOP/s}}}]\n"
+    )
+    line = "plan layers.py --cluster only.yaml --json --dtype"
+    found = json.loads(call(*line.split(), "float16").stdout)
+    assert all("precision=float16" in row["plan"] for row in found["plans"])
+    refused = call(*line.split(), "bfloat16")
+    assert refused.exit_code == 2 and "flops.bfloat16 is missing, known are float32, float16" in refused.stderr
 
 
 def test_halves_of_backward_passes_send_what_whole_ones_do(recipe: Path) -> None:
@@ -466,7 +492,6 @@ def test_simulate_plan_auto_says_that_nothing_fits_as_plan_does(recipe: Path) ->
         ),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --every 0", "--every must be at least 1, not 0"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --every 2 --shard gradients", "replicas that are"),
-        ("plan layers.py --cluster 2:a100-80g --dtype float16 -o plan.yaml", "leave out --dtype, or -o"),
         ("plan layers.py --cluster 2:a100-80g --workers 3", "--workers 3: the cluster has 2 devices"),
         ("plan layers.py --cluster 2:a100-80g --memory lots", "--memory takes a size"),
         ("plan layers.py --cluster 2:a100-80g --memory 10kB", "nothing fits on 2 workers"),

@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import polylane
 from polylane.errors import PolylaneError
 from polylane.graph.batch import split_bounds
 from polylane.plan.spec import parse
 from polylane.runtime.job import Job
 from polylane.runtime.sync import loss_scale
+from polylane.runtime.workers.team import fork_workers
 from tests.support.workers.training import batch_of, classify, workers
 
 INTERVAL = 3  # good updates after which the scale grows
@@ -177,6 +180,28 @@ def test_clipping_sees_unscaled_gradients_and_schedulers_wait(plan: str) -> None
         assert_alike(run, reference)
 
 
+class Reads(TorchDispatchMode):
+    """Counts the numbers that the host reads of tensors, for which it would wait for an accelerator."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("optimizer", "reads"), [(fused, 0), (momentum, 1)])
+def test_the_host_reads_at_most_one_number_of_an_update(optimizer: Optimizer, reads: int) -> None:
+    def count(job: Job) -> int:
+        job.step(batches([])[0])
+        with Reads() as counted:
+            job.worker._updates["loss"].update_weights()
+        return counted.count
+
+    plan = "data=2,shard=gradients,precision=float16"
+    assert workers(count, Residual(), plan, optimizer=optimizer, example=batches([])[0]) == [reads, reads]
+
+
 def test_small_gradients_are_kept() -> None:
     """Those of a loss that is a ten-millionth: without a scale they would be zero in float16."""
 
@@ -219,6 +244,86 @@ def test_a_resumed_training_has_the_scale_of_the_unbroken_one(first: str, then: 
     for run in workers(resume, Residual(), f"{then},precision=float16", **options):
         assert_alike(run, unbroken)
         assert first != then or all(torch.equal(run.states[-1][n], v) for n, v in unbroken.states[-1].items())
+
+
+def sparse(pairs: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in pairs], lr=0.1)
+
+
+@pytest.mark.parametrize("plan", ["data=2", "pipeline=2"])
+def test_sums_over_counts_and_sparse_gradients(plan: str) -> None:
+    """A loss that is a total and its count, with rows of a table that only some samples read."""
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.head = nn.Embedding(6, 8, sparse=True), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.table(x))
+
+    def counted(model: nn.Module, batch: Any) -> polylane.Mean:
+        rows, labels = batch
+        losses = torch.nn.functional.cross_entropy(model(rows), labels, reduction="none", ignore_index=0)
+        return polylane.Mean(losses.sum(), (labels != 0).sum())
+
+    generator = torch.Generator().manual_seed(0)
+    data = [tuple(torch.randint(0, n, (8,), generator=generator) for n in (6, 4)) for _ in range(3)]
+    model = Counted()
+    steps = sparse(model.named_parameters())
+    for batch in data:
+        steps.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            mean = counted(model, batch)
+        (mean.total / mean.count).backward()
+        steps.step()
+    run = {"loss": counted, "optimizer": sparse, "example": data[0]}
+    found = workers(lambda job: recorded(job, data), Counted(), f"{plan},precision=float16", **run)
+    for worker in found:
+        assert_alike(Run([], [], worker.states[-1:]), Run([], [], [dict(model.state_dict())]))
+
+
+@pytest.mark.parametrize("plan", ["data=2", "pipeline=2", "data=2,shard=parameters"])
+def test_scripts_leave_out_the_same_updates(plan: str) -> None:
+    """An ordinary loop without a scaler, of two backward passes for each update, and two optimizers."""
+    data = batches(overflowing=[5, 8], count=12)
+
+    def loop(model: nn.Module, optimizers: Sequence[Any], scaler: Any = None) -> list[float]:
+        losses = list[float]()
+        for number, (x, y) in enumerate(data):
+            with torch.autocast("cpu", torch.float16, enabled=scaler is not None):
+                loss = torch.nn.functional.cross_entropy(model(x), y) / 2
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            losses.append(loss.item())
+            if number % 2 == 1:
+                for optimizer in optimizers:
+                    optimizer.step() if scaler is None else scaler.step(optimizer)
+                    optimizer.zero_grad()
+                if scaler is not None:
+                    scaler.update()
+        return losses
+
+    def build() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        model = Residual()
+        named = list(model.named_parameters())
+        return model, [momentum(named[:4]), fused(named[4:])]
+
+    def run(_: Any) -> tuple[list[float], dict[str, Tensor], float]:
+        plain, optimizers = build()
+        model, *prepared = polylane.prepare(plain, *optimizers, plan=f"{plan},precision=float16", audit="stop")
+        losses = loop(model, prepared)
+        role = model._polylane_loop.runner.role
+        return losses, {n: v.clone() for n, v in model.state_dict().items()}, role.loss_scale("loss")
+
+    model, optimizers = build()
+    scaler = torch.amp.GradScaler("cpu")
+    expected = loop(model, optimizers, scaler)
+    assert scaler.get_scale() == 2.0**14
+    for losses, state, scale in fork_workers(run, 2):
+        assert scale == scaler.get_scale()
+        assert losses == pytest.approx(expected, rel=2e-2, nan_ok=True)
+        assert_alike(Run([], [], [state]), Run([], [], [dict(model.state_dict())]))
 
 
 @pytest.mark.parametrize(

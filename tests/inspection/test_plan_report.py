@@ -152,14 +152,14 @@ def assert_as_sent(prepared: CompiledTraining, batch: Any, samples: int) -> None
 
 
 def test_bytes_of_a_value_under_autocast() -> None:
-    """Each of two tensor ranks has the whole of what crosses and sends it; half a float32 in bfloat16."""
+    """Each of two tensor ranks has the whole of what crosses and sends it; half a float32 in 16 bits."""
     model, batch = mlp(6, 8, 12, 8, 4).float(), (torch.randn(8, 6), batch_of(8)[1])
     sizes = {}
-    for precision in ("float32", "bfloat16"):
+    for precision in ("float32", "bfloat16", "float16"):
         prepared = prepared_for(model, f"pipeline=2,precision={precision},microbatches=2", batch)
         (edge,) = count_stage_traffic(prepared, 4, dtypes_of(prepared))
         sizes[precision] = edge["bytes"]
-    assert sizes["float32"] == 2 * sizes["bfloat16"]
+    assert sizes["float32"] == 2 * sizes["bfloat16"] == 2 * sizes["float16"]
 
 
 def test_bytes_between_many_workers() -> None:

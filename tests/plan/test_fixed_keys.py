@@ -69,7 +69,9 @@ def test_the_schedules_that_are_compared_are_those_that_may_be() -> None:
         ("chunks=0", "chunks=0 must be a whole number of at least 1"),
         ("shard=all", "shard=all must be none, optimizer"),
         ("shard=optimizer,every=2", "needs replicas that are alike"),
-        ("precision=float16", "precision=float16 is not known"),
+        ("precision=float8", "precision=float8 is not known"),
+        ("precision=float16,every=2", "precision=float16 and every=2 exclude each other"),
+        ("precision=float16,schedule=pipedream", "precision=float16 and schedule=pipedream exclude each other"),
         ("[data=2 | 1]", "meshes of every stage make a plan of their own"),
     ],
 )

@@ -90,7 +90,7 @@ def test_microbatches_are_left_open() -> None:
         ("data=", "'data=' is not of the form key=value"),
         ("schedule=gpipe", "schedule=gpipe is not known, known are naive, afab, 1f1b"),
         ("data=2,replicas=in-turn", "replicas=in-turn is not known, known are split, round-robin"),
-        ("precision=float16", "precision=float16 is not known, known are float32, bfloat16"),
+        ("precision=float8", "precision=float8 is not known, known are float32, bfloat16, float16"),
     ],
 )
 def test_what_is_wrong_with_a_line(text: str, says: str) -> None:

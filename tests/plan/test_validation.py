@@ -47,7 +47,7 @@ from tests.plan.plan_files import MESH, edited, refusal
         ({"microbatches": 0}, "microbatches must be at least 1, not 0"),
         ({"microbatches": 2.5}, "microbatches must be a whole number, not 2.5"),
         ({"microbatches": True}, "microbatches must be a whole number, not True"),
-        ({"precision": "float16"}, "precision must be float32 or bfloat16, not 'float16'"),
+        ({"precision": "float8"}, "precision must be float32, bfloat16 or float16, not 'float8'"),
         ({"sync": {"kind": "gossip"}}, "sync.kind must be all_reduce or parameter_server, not 'gossip'"),
         ({"sync": "all_reduce"}, "sync must be a mapping of keys and values, not 'all_reduce'"),
         ({"stages.1": "layer2"}, "stages.1 must be a mapping of keys and values, not 'layer2'"),

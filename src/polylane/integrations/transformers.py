@@ -36,7 +36,7 @@ REFUSED = {
     "fsdp": "say shard=parameters in the plan",
     "deepspeed": "say shard=optimizer or shard=parameters in the plan",
     "parallelism_config": "say tensor=, sequence= and data= in the plan",
-    "fp16": "say precision=bfloat16 in the plan, which needs no scaled loss",
+    "fp16": "say precision=float16 in the plan, which scales the loss",
     "bf16": "say precision=bfloat16 in the plan",
     "torch_compile": "say compile=yes in the plan",
     "auto_find_batch_size": "say per_device_train_batch_size, or microbatches= and recompute= in the plan",

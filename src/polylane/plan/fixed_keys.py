@@ -192,8 +192,8 @@ def _parse(text: str) -> FixedKeys:
         )
     values = parse_words({key: value for key, value in pairs.items() if key not in counts})
     _check_schedule(values.get("schedule"), values.get("chunks"), counts.get("pipeline"))
-    said = {key: values[key] for key in ("sync", "compile", "precision", "schedule") if key in values}
-    if (reason := PlanOptions(**said).find_conflict()) is not None:
+    options = {key: values[key] for key in ("sync", "compile", "precision", "schedule") if key in values}
+    if (reason := PlanOptions(**options).find_conflict()) is not None:
         raise PolylaneError(f"plan: {reason}")
     return FixedKeys(counts, sync_keys=frozenset(pairs).intersection(SYNC_KEYS), **values)
 

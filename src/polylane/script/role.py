@@ -73,8 +73,8 @@ class ScriptRole(TrainingRole):
 
     def loss_scale(self, name: str) -> float:
         """Return the factor of the loss in the next passes of an objective; waits for the device."""
-        found = self._updates[name].loss_scale
-        return 1.0 if found is None else found.scale.item()
+        scale = self._updates[name].loss_scale
+        return 1.0 if scale is None else scale.scale.item()
 
     def local_gradients(self, computed: ComputedStep, name: str) -> dict[str, Tensor]:
         """Return what a step has computed of the gradients of this worker's parameters, by name.

@@ -409,3 +409,22 @@ def test_norms_are_in_single_precision_at_least() -> None:
     assert norm(pairs).item() == pytest.approx(values.norm().item(), rel=1e-14)
     rows = torch.sparse_coo_tensor(torch.tensor([[1, 1, 2]]), torch.ones(3, 2), (4, 2))
     assert norm(rows).item() == pytest.approx(10**0.5)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_a_loss_scale_is_divided_out(optimizer: Any) -> None:
+    """Passes in float16 compute gradients of a multiple of the loss; what is told of them is the loss's own."""
+    batches = [(x.float(), y) for x, y in (batch_of(8, seed=i) for i in range(7))]
+    plain_readings, scaled_readings = (
+        workers(
+            lambda job: measure(job, batches),
+            mlp(6, 8, 4).float(),
+            f"data=2,precision={precision}",
+            optimizer=optimizer,
+            example=batches[0],
+        )[0]
+        for precision in ("float32", "float16")
+    )
+    for plain, scaled in zip(plain_readings, scaled_readings, strict=True):
+        assert scaled.numbers[:-3] == pytest.approx(plain.numbers[:-3], rel=5e-2, nan_ok=True)
+    assert plain_readings[-1].is_preconditioned == (optimizer is adamw)

@@ -24,21 +24,21 @@ class LossScale:
     """The loss scale of one objective, the same on every worker.
 
     Args:
-        device: this worker's device.
+        device: device of the gradients, on which the scale is kept.
         sum_workers: adds up a tensor over the workers that have different gradients; collective.
     """
 
     def __init__(self, device: torch.device, sum_workers: Callable[[Tensor], Tensor]) -> None:
         self._sum_workers, self._device = sum_workers, device
-        self._found: Tensor | None = None  # of the updates since the scale was last asked for
-        self.load()
+        self._overflow: Tensor | None = None  # of the updates since the scale was last asked for
+        self.load((START, 0))
 
     @property
     def scale(self) -> Tensor:
         """The factor, a float32 scalar on the device, which the next :attr:`scale` after an update may overwrite."""
-        if self._found is not None:
-            torch._amp_update_scale_(self._scale, self._good_updates, self._found, GROWTH, BACKOFF, INTERVAL)
-            self._found = None
+        if self._overflow is not None:
+            torch._amp_update_scale_(self._scale, self._good_updates, self._overflow, GROWTH, BACKOFF, INTERVAL)
+            self._overflow = None
         return self._scale
 
     @property
@@ -55,23 +55,23 @@ class LossScale:
         Returns:
             A float32 scalar on the device, 0 where all are finite, else 1. The next :attr:`scale` follows it.
         """
-        found, one = (torch.full((), number, device=self._device) for number in (0.0, 1.0))
+        overflow, unit = (torch.full((), number, device=self._device) for number in (0.0, 1.0))
         values = [_take_numbers(p.grad) for p in parameters if p.grad is not None]
         for dtype in {value.dtype for value in values}:  # the kernel takes one dtype at a time
-            torch._amp_foreach_non_finite_check_and_unscale_([v for v in values if v.dtype == dtype], found, one)
-        found = self._sum_workers(found.view(1)).view(()).clamp(max=1.0)  # fused kernels ask whether it is 1
-        self._found = found if self._found is None else self._found + found
-        return found
+            torch._amp_foreach_non_finite_check_and_unscale_([v for v in values if v.dtype == dtype], overflow, unit)
+        overflow = self._sum_workers(overflow.view(1)).view(()).clamp(max=1.0)  # fused kernels ask whether it is 1
+        self._overflow = overflow if self._overflow is None else self._overflow + overflow
+        return overflow
 
     def collect(self) -> list[float]:
         """Return the scale and the number of good updates since it last changed; waits for the device."""
         return [self.scale.item(), self._good_updates.item()]
 
-    def load(self, saved: Sequence[float] = (START, 0)) -> None:
-        """Go on with what :meth:`collect` returned; default: begin."""
-        self._scale = torch.full((), saved[0], device=self._device)
-        self._good_updates = torch.full((), int(saved[1]), dtype=torch.int32, device=self._device)
-        self._found = None
+    def load(self, numbers: Sequence[float]) -> None:
+        """Go on with what :meth:`collect` returned."""
+        self._scale = torch.full((), numbers[0], device=self._device)
+        self._good_updates = torch.full((), int(numbers[1]), dtype=torch.int32, device=self._device)
+        self._overflow = None
 
 
 def _take_numbers(gradient: Tensor) -> Tensor:
@@ -85,11 +85,11 @@ def reads_overflow(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @contextmanager
-def overflow_told(optimizer: torch.optim.Optimizer, found: Tensor) -> Iterator[None]:
+def overflow_told(optimizer: torch.optim.Optimizer, overflow: Tensor) -> Iterator[None]:
     """Context manager: an optimizer that :func:`reads_overflow` finds it where ``torch.amp.GradScaler`` puts it."""
     members = _list_members(optimizer)
     for member in members:
-        member.grad_scale, member.found_inf = None, found  # type: ignore[attr-defined]
+        member.grad_scale, member.found_inf = None, overflow  # type: ignore[attr-defined]
     try:
         yield
     finally:

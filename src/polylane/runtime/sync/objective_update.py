@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -34,7 +34,7 @@ from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
 from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor
 from polylane.runtime.sync.compression.top_k import TopKCompressor
-from polylane.runtime.sync.loss_scale import LossScale, overflow_told, reads_overflow
+from polylane.runtime.sync.loss_scale import START, LossScale, overflow_told, reads_overflow
 
 WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _REAL = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
@@ -108,20 +108,20 @@ class ObjectiveUpdate:
             samples: whether this replica had any samples in the batch; without any only the scheduler steps.
             optimizer: the one that steps, of several that the objective has; default: all of them.
         """
-        stepping, told = optimizer or self.optimizer, nullcontext()
-        self.was_left_out = False
+        optimizer, self.was_left_out = optimizer or self.optimizer, False
+        context: AbstractContextManager[None] = nullcontext()
         if self.loss_scale is not None:
-            found = self.loss_scale.find_overflow(p for group in stepping.param_groups for p in group["params"])
-            if self.scheduler is None and reads_overflow(stepping):
-                told = overflow_told(stepping, found)
-            elif found.item():  # as torch.amp.GradScaler: the one number for which the host waits
+            overflow = self.loss_scale.find_overflow(p for group in optimizer.param_groups for p in group["params"])
+            if self.scheduler is None and reads_overflow(optimizer):
+                context = overflow_told(optimizer, overflow)
+            elif overflow.item():  # as torch.amp.GradScaler: the one number for which the host waits
                 self.was_left_out = True
                 return
         if samples:
             if self.clipper is not None:
                 self.clipper.clip_gradients()
-            with told:
-                step_optimizer(stepping, self.step_key)
+            with context:
+                step_optimizer(optimizer, self.step_key)
             # ZeRO-1 and -2: each replica updated its shard, the full parameters need all of them.
             if self.shards.flat_buffers:
                 self.shards.gather_updated(self.full_parameters.keys())
@@ -245,7 +245,7 @@ def restore_scales(updates: Mapping[str, ObjectiveUpdate], plain: Mapping[str, A
     """Go on with the loss scales of a checkpoint, by objective; begin where it has none."""
     for name, update in updates.items():
         if update.loss_scale is not None:
-            update.loss_scale.load(*(plain[key] for key in (f"loss_scale/{name}",) if key in plain))
+            update.loss_scale.load(plain.get(f"loss_scale/{name}", (START, 0)))
 
 
 def _bind_log(local_model: LocalModel, name: str) -> Callable[[Callable[[], float]], None] | None:
