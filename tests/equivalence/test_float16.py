@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from polylane.runtime.workers.team import fork_workers
 from tests.support.workers.training import batch_of, classify, workers
 
 INTERVAL = 3  # good updates after which the scale grows
+CLIP = 1.05  # bound on norms of which some are smaller, some larger
 PLANS = (
     "data=2",
     "data=2,wire=float16",
@@ -55,20 +57,29 @@ class Residual(nn.Module):
         return self.head(self.norm(x))
 
 
-def batches(overflowing: Sequence[int], count: int = 9) -> list[tuple[Tensor, Tensor]]:
-    """Batches of which some have a sample whose numbers are infinite in float16."""
+def slight() -> Residual:
+    """A model whose first layer moves large inputs as little as that of :class:`Residual` moves small ones."""
+    model = Residual()
+    with torch.no_grad():
+        model.layers[0].weight.mul_(1e-5)
+    return model
+
+
+def batches(overflowing: Sequence[int], count: int = 9, large: float = 1e6) -> list[tuple[Tensor, Tensor]]:
+    """Batches of which some have a sample of large numbers: a million is infinite in float16."""
     result = [(x.float(), y) for x, y in (batch_of(8, seed=i) for i in range(count))]
     for step in overflowing:
-        result[step][0][5] = 1e6
+        result[step][0][5] = large
     return result
 
 
 class Run(NamedTuple):
-    """The scale before each step and after the last, the rate likewise, and the weights after each."""
+    """Scales and rates before each step and after the last, weights after each, and norms of its gradients."""
 
     scales: list[float]
     rates: list[float]
     states: list[dict[str, Tensor]]
+    norms: Sequence[float] = ()
 
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -96,13 +107,14 @@ def on_one_device(
     microbatches: int = 1,
     clip_norm: float | None = None,
     scheduler: Any = None,
+    build: Callable[[], nn.Module] = Residual,
 ) -> Run:
     """Torch's own loop, with GradScaler; the scheduler steps where the optimizer does."""
-    model = Residual()
+    model = build()
     steps = optimizer(model.named_parameters())
     schedule = scheduler and scheduler(steps)
     scaler = torch.amp.GradScaler("cpu", growth_interval=INTERVAL)
-    run = Run([scaler.get_scale()], [steps.param_groups[0]["lr"]], [])
+    run, norms = Run([scaler.get_scale()], [steps.param_groups[0]["lr"]], []), list[float]()
     for batch in data:
         steps.zero_grad()
         for start, stop in split_bounds(len(batch[0]), microbatches):
@@ -111,7 +123,7 @@ def on_one_device(
             scaler.scale(value * ((stop - start) / len(batch[0]))).backward()
         scaler.unscale_(steps)
         if clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item())
         scaler.step(steps)
         before = scaler.get_scale()
         scaler.update()
@@ -120,7 +132,7 @@ def on_one_device(
         run.scales.append(scaler.get_scale())
         run.rates.append(steps.param_groups[0]["lr"])
         run.states.append({name: value.clone() for name, value in model.state_dict().items()})
-    return run
+    return run._replace(norms=norms)
 
 
 def scale_of(job: Job) -> float:
@@ -141,9 +153,15 @@ def recorded(job: Job, data: Sequence[tuple[Tensor, Tensor]]) -> Run:
     return run
 
 
-def by_plan(plan: str, data: Sequence[tuple[Tensor, Tensor]], optimizer: Optimizer, **options: Any) -> list[Run]:
+def by_plan(
+    plan: str,
+    data: Sequence[tuple[Tensor, Tensor]],
+    optimizer: Optimizer,
+    build: Callable[[], nn.Module] = Residual,
+    **options: Any,
+) -> list[Run]:
     plan = f"{plan},precision=float16"
-    return workers(lambda job: recorded(job, data), Residual(), plan, optimizer=optimizer, example=data[0], **options)
+    return workers(lambda job: recorded(job, data), build(), plan, optimizer=optimizer, example=data[0], **options)
 
 
 def assert_alike(run: Run, reference: Run, far: float = 2e-2) -> None:
@@ -170,13 +188,31 @@ def test_scales_and_updates_are_those_of_grad_scaler(plan: str, optimizer: Optim
         assert_alike(run, reference)
 
 
+@pytest.mark.parametrize("plan", ["pipeline=2,microbatches=4", "data=2,shard=gradients", "data=2,pipeline=2"])
+@pytest.mark.parametrize("optimizer", [momentum, fused])
+def test_a_gradient_that_one_worker_has_stops_the_update_of_all(plan: str, optimizer: Optimizer) -> None:
+    """All numbers are finite but the gradient of the first layer's weight, the product of large inputs and a scale."""
+    data = batches(overflowing=[0], count=3, large=3e4)
+    model = slight()
+    with torch.autocast("cpu", torch.float16):
+        (classify(model, data[0]) * 2.0**16).backward()
+    infinite = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    assert infinite == ["layers.0.weight"]
+    reference = on_one_device(data, optimizer, parse(plan).microbatches or 1, build=slight)
+    assert reference.scales == [2.0**16, 2.0**15, 2.0**15, 2.0**15]
+    for run in by_plan(plan, data, optimizer, build=slight):
+        assert_alike(run, reference)
+
+
 @pytest.mark.parametrize("plan", ["data=2,pipeline=2,microbatches=2", "data=2,shard=gradients"])
 def test_clipping_sees_unscaled_gradients_and_schedulers_wait(plan: str) -> None:
     data = batches(overflowing=[0, 4])
     microbatches = parse(plan).microbatches or 1
-    reference = on_one_device(data, momentum, microbatches, clip_norm=0.05, scheduler=halving)
+    reference = on_one_device(data, momentum, microbatches, clip_norm=CLIP, scheduler=halving)
     assert reference.rates[1] == 0.1 and reference.rates[-1] < 0.1
-    for run in by_plan(plan, data, momentum, clip_norm=0.05, scheduler=halving):
+    finite = list(filter(math.isfinite, reference.norms))
+    assert len(finite) == len(data) - 2 and min(finite) < CLIP < max(finite)
+    for run in by_plan(plan, data, momentum, clip_norm=CLIP, scheduler=halving):
         assert_alike(run, reference)
 
 

@@ -797,6 +797,20 @@ COUNTS = [
         "tests/runtime/sync/compression/test_compressors.py", unseen="a proof of gradients that lose digits is refused",
     ),
     Mutant(
+        "overflow-of-one-worker", "a worker leaves out an update where its own gradients overflow, and others do not",
+        "runtime.sync.loss_scale:LossScale.find_overflow",
+        "self._sum_workers(overflow.view(1))",
+        "overflow.view(1)",
+        "tests/equivalence/test_float16.py -k one_worker_has", unseen="a proof has finite numbers",
+    ),
+    Mutant(
+        "gradients-stay-scaled", "gradients are clipped, and updates made, with those of the scaled loss",
+        "runtime.sync.objective_update:ObjectiveUpdate.unscale_gradients",
+        "self.loss_scale is not None",
+        "False",
+        "tests/equivalence/test_float16.py -k clipping", unseen="no plan of the proofs says precision=float16",
+    ),
+    Mutant(
         "second-tensor-misplaced", "of several tensors in a message the later ones are read at the wrong place",
         "runtime.plain_data.serialization:_Reader.read_tensor",
         "self._position += size + -size % _ALIGN",

@@ -76,6 +76,13 @@ def test_no_step_waits_for_its_device(name: str, plan: str, clip_norm: float | N
     assert set(recording.waits) <= ON_THE_CPU
 
 
+def test_a_loss_scale_waits_for_one_number_of_a_step() -> None:
+    recording = record_training("gpt", "pipeline=2,microbatches=4,precision=float16", 2, steps=4, clip_norm=None)
+    assert list_violations(recording.launches) == []
+    waits = {where: count for where, count in recording.waits.items() if where not in ON_THE_CPU}
+    assert waits == {"objective_update.py update_weights item": 1}
+
+
 def launch(group: tuple[int, ...], number: int, kind: str, **how: object) -> Launch:
     fields = {"form": (1, torch.float32), "nbytes": 4, "line": "line", "in_flight": (), "blocks": 32, "phase": "step 0"}
     return Launch((group, "g"), number, kind, **{**fields, "waited": True, **how})  # type: ignore[arg-type]
