@@ -492,6 +492,7 @@ def test_simulate_plan_auto_says_that_nothing_fits_as_plan_does(recipe: Path) ->
         ),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --every 0", "--every must be at least 1, not 0"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --every 2 --shard gradients", "replicas that are"),
+        ("plan layers.py --cluster 2:a100-80g --dtype float16 --every 2", "precision=float16 and every=2 exclude each"),
         ("plan layers.py --cluster 2:a100-80g --workers 3", "--workers 3: the cluster has 2 devices"),
         ("plan layers.py --cluster 2:a100-80g --memory lots", "--memory takes a size"),
         ("plan layers.py --cluster 2:a100-80g --memory 10kB", "nothing fits on 2 workers"),

@@ -112,13 +112,19 @@ def write_plan_keys() -> str:
 
 def write_presets() -> str:
     """Return the tables of the devices and links that are known by name, and of the keys of a cluster file."""
-    lines = ["", "## Devices by name", "", "| device | memory | bfloat16 | memory bandwidth | linked by | hosts by |"]
-    lines += ["|---|---:|---:|---:|---|---|"]
+    lines = [
+        "",
+        "## Devices by name",
+        "",
+        "| device | memory | bfloat16 | float16 | memory bandwidth | linked by | hosts by |",
+    ]
+    lines += ["|---|---:|---:|---:|---:|---|---|"]
     for name, figures in device_presets().items():
-        memory, rate = f"{figures['memory'] / 2**30:.3g} GiB", f"{figures['flops']['bfloat16'] / 1e12:.3g} TFLOP/s"
+        memory = f"{figures['memory'] / 2**30:.3g} GiB"
+        rates = " | ".join(f"{figures['flops'][dtype] / 1e12:.3g} TFLOP/s" for dtype in ("bfloat16", "float16"))
         usual = usual_links().get(name, {})
         links = " | ".join(f"`{usual[key]}`" if key in usual else "" for key in ("link", "hosts"))
-        lines.append(f"| `{name}` | {memory} | {rate} | {figures['bandwidth'] / 1e9:.4g} GB/s | {links} |")
+        lines.append(f"| `{name}` | {memory} | {rates} | {figures['bandwidth'] / 1e9:.4g} GB/s | {links} |")
     lines += [
         "",
         "## Links by name",

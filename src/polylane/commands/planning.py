@@ -254,7 +254,9 @@ def fixed_keys(text: str | None, request: PredictRequest) -> FixedKeys:
         raise PolylaneError(f"--chunks must be at least 1, not {request.chunks}")
     option = parse_fixed(f"recompute={request.recompute}") if request.recompute is not None else fixed
     fixed = replace(fixed, recompute=option.recompute)
-    return fixed.with_sync(**options).with_schedule(request.schedule, request.chunks)
+    fixed = fixed.with_sync(**options).with_schedule(request.schedule, request.chunks)
+    fixed.check_options(request.dtype)
+    return fixed
 
 
 def reserve_of(request: PredictRequest) -> MemoryReserve:

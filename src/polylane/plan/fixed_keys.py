@@ -61,6 +61,7 @@ class FixedKeys:
 
     def __post_init__(self) -> None:
         # What no plan with these keys could pass is said here, before a model is captured and searched in vain.
+        self.check_options()
         data, pipeline, microbatches = (self.counts.get(key) for key in ("data", "pipeline", "microbatches"))
         sharing = (data or 1) if self.replicas == ROUND_ROBIN else 1
         if self.replicas == ROUND_ROBIN:
@@ -71,6 +72,20 @@ class FixedKeys:
                 )
         if self.schedule == "pipedream-2bw" and pipeline is not None and microbatches is not None:
             check_accumulation(f"pipeline={pipeline}", pipeline, microbatches, -(-microbatches // sharing))
+
+    def check_options(self, precision: str | None = None) -> None:
+        """Refuse keys that exclude each other.
+
+        Args:
+            precision: of the passes, where the keys do not say it.
+
+        Raises:
+            PolylaneError: no plan can have both.
+        """
+        options: dict[str, Any] = {key: getattr(self, key) for key in ("sync", "compile", "precision", "schedule")}
+        options["precision"] = options["precision"] or precision
+        if (reason := PlanOptions(**{k: v for k, v in options.items() if v is not None}).find_conflict()) is not None:
+            raise PolylaneError(f"plan: {reason}")
 
     @property
     def schedules(self) -> tuple[ScheduleOption, ...]:
@@ -192,9 +207,6 @@ def _parse(text: str) -> FixedKeys:
         )
     values = parse_words({key: value for key, value in pairs.items() if key not in counts})
     _check_schedule(values.get("schedule"), values.get("chunks"), counts.get("pipeline"))
-    options = {key: values[key] for key in ("sync", "compile", "precision", "schedule") if key in values}
-    if (reason := PlanOptions(**options).find_conflict()) is not None:
-        raise PolylaneError(f"plan: {reason}")
     return FixedKeys(counts, sync_keys=frozenset(pairs).intersection(SYNC_KEYS), **values)
 
 
