@@ -16,6 +16,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -107,7 +109,9 @@ class PlanStrategy(SingleDeviceStrategy):
         if self._planned is not None:
             self._planned.release()
             self._planned = None
-        super().teardown()
+        # After an error the module may be in the middle of a step, and cannot be moved: the first error is to be seen.
+        with suppress(PolylaneError) if sys.exc_info()[0] else nullcontext():
+            super().teardown()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
