@@ -84,6 +84,9 @@ def test_it_comes_back_from_its_own_figures() -> None:
         ("h100-80g", 80 * 2**30, 989e12, 794.5e12),
         ("h100-96g-500w", 96 * 2**30, 989e12, 794.5e12),
         ("h200", 141 * 10**9, 989e12, 794.5e12),
+        ("b200", 180 * 10**9, 2250e12, 1745e12),
+        ("gb200", 186 * 10**9, 2500e12, 1822e12),
+        ("mi300x", 192 * 2**30, 1307.4e12, 668.4e12),
     ],
 )
 def test_anchors(name: str, memory: int, peak: float, achieved: float) -> None:
@@ -93,7 +96,7 @@ def test_anchors(name: str, memory: int, peak: float, achieved: float) -> None:
 
 
 def test_presets_have_what_plans_ask_for() -> None:
-    for name in ("a100-40g", "a100-80g", "h100-80g", "h100-96g-500w", "h200", "gtx-1080-ti", "p40", "v100", "cpu"):
+    for name in device_presets():
         device = preset(name)
         assert {"float32", "float64", "bfloat16", "float16"} <= set(device.flops)
         assert device.price > 0

@@ -9,7 +9,7 @@ import pytest
 from polylane.cluster import cluster_file as read
 from polylane.errors import PolylaneError
 from polylane.probe import machine
-from polylane.probe.machine import check_workers, cores, find_preset, local_cluster, running_cluster
+from polylane.probe.machine import check_workers, cores, find_preset, local_cluster, nearest_preset, running_cluster
 from polylane.yaml_file import parse
 
 GIB = 1 << 30
@@ -28,11 +28,28 @@ GIB = 1 << 30
         ("NVIDIA GeForce GTX 1080 Ti", 11_719_409_664, "gtx-1080-ti"),
         ("NVIDIA GeForce GTX 1080", 8 * GIB, None),
         ("Tesla V100-SXM2-16GB", 16 * GIB, None),  # another device, though its name has the words
-        ("NVIDIA GeForce RTX 4090", 24 * GIB, None),
+        ("NVIDIA GeForce RTX 4090", 25_386_352_640, "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16 * GIB, None),
+        ("NVIDIA GeForce RTX 3090", 25_438_126_080, "rtx-3090"),
+        ("NVIDIA GeForce RTX 5090", 33_660_600_320, "rtx-5090"),
+        ("NVIDIA RTX A6000", 51_033_931_776, "a6000"),
+        ("NVIDIA A10", 24_146_608_128, "a10"),
+        ("NVIDIA L4", 23_665_573_888, "l4"),
+        ("NVIDIA L40S", 47_810_936_832, "l40s"),
+        ("Tesla T4", 15_835_660_288, "t4"),
+        ("NVIDIA B200", 191_502_483_456, "b200"),
+        ("NVIDIA GB200", 198_712_492_032, "gb200"),
+        ("AMD Instinct MI300X", 206_141_652_992, "mi300x"),
+        ("NVIDIA GeForce GTX 1070", 8 * GIB, None),
     ],
 )
 def test_presets_by_the_names_that_drivers_give(name: str, memory: int, preset: str | None) -> None:
     assert find_preset(name, memory) == preset
+
+
+@pytest.mark.parametrize(("memory", "preset"), [(10 * GIB, "gtx-1080-ti"), (16 * GIB, "t4"), (300 * GIB, "mi300x")])
+def test_a_card_without_a_preset_is_told_the_nearest_one(memory: int, preset: str) -> None:
+    assert nearest_preset(memory) == preset
 
 
 def test_here_is_this_machine_and_a_file_can_say_it() -> None:

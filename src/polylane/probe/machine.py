@@ -137,6 +137,16 @@ def find_preset(name: str, memory: int) -> str | None:
     return best if best is not None and differences[best] < _ALIKE else None
 
 
+def nearest_preset(memory: int) -> str:
+    """Return the preset of an accelerator whose memory is nearest to so many bytes."""
+    accelerator_presets = {
+        preset: figures["memory"]
+        for preset, figures in device_presets().items()
+        if figures.get("type", "cuda") == "cuda"
+    }
+    return min(accelerator_presets, key=lambda preset: abs(accelerator_presets[preset] / memory - 1))
+
+
 def device_kind() -> str:
     """Return the name of this machine's devices: of their preset, if there is one, else of the system."""
     if not accelerators():
@@ -156,7 +166,10 @@ def preset_device(workers: int) -> Device:
     properties = torch.cuda.get_device_properties(0)
     preset = find_preset(properties.name, properties.total_memory)
     if preset is None:
-        raise PolylaneError(f"there is no preset for {properties.name}: measure it with polylane probe -o cluster.yaml")
+        raise PolylaneError(
+            f"there is no preset for {properties.name}: measure it with polylane probe -o cluster.yaml, or plan for "
+            f"the preset with the nearest memory: --cluster {accelerators()}:{nearest_preset(properties.total_memory)}"
+        )
     return Device.model_validate({**device_presets()[preset], "memory": properties.total_memory})
 
 
