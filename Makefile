@@ -18,7 +18,7 @@ LAUNCHERS := --launcher own --launcher torchrun
 WORKERS := tests/equivalence tests/runtime tests/planner tests/auto
 
 .DEFAULT_GOAL := help
-.PHONY: help package install test test-workers test-alone test-all mutants fuzz check docs pictures demo bench bench-choosing \
+.PHONY: help package install quick test test-workers test-alone test-all mutants fuzz check docs pictures demo bench bench-choosing \
 	bench-tensor bench-balance bench-planner bench-scale bench-published bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths \
 	bench-checkpoints bench-audit bench-prepared bench-recordings bench-scripts bench-observing bench-batches trainings zoo gpu gpus chaos clean
 
@@ -45,6 +45,9 @@ check: $(INSTALLED) ## Lint and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
+
+quick: $(INSTALLED) ## In a minute, what guards the files that differ from main; ARGS="--seconds 120 BASE"
+	@$(BIN)/python -m tests.support.quick $(ARGS)
 
 # Lint and types beside two halves of the tests, of about equal length: most of what starts workers, with the planner, and
 # the rest. All three at a time, so that neither half begins later than the other.
