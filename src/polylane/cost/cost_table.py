@@ -19,7 +19,7 @@ from torch import Tensor
 
 from polylane.cost.network.alpha_beta import bytes_per_rank
 from polylane.cost.network.redistribution import redistribute
-from polylane.cost.weight_halves import weight_shares
+from polylane.cost.weight_halves import WeightHalves
 from polylane.graph.graph import Graph
 from polylane.placement import operator_view
 from polylane.placement.operator_view import OperatorNode, OperatorView, TensorKey
@@ -290,6 +290,11 @@ class ShardedGraphCost:
     def _operators(self) -> Mapping[str, OperatorNode]:
         return {step.name: step for step in self.view.operators}
 
+    @cached_property
+    def weight_halves(self) -> WeightHalves:
+        """The calls whose weight gradient may come later."""
+        return WeightHalves(self.graph, self.view, self.splits)
+
     # ---- prices ------------------------------------------------------------------------------------------------------
 
     def table(
@@ -306,7 +311,7 @@ class ShardedGraphCost:
         size = len(self.graph.nodes)
         # Rows of the 2-row arrays: forward, backward.
         compute, waits, issued = np.zeros((2, size)), np.zeros((2, size)), np.zeros((2, size))
-        traffic, weight, shares = np.zeros(size), np.zeros(size), weight_shares(self.graph, self.view, self.splits)
+        traffic, weight, shares = np.zeros(size), np.zeros(size), self.weight_halves.shares
         for step, positions in self._distinct_operators:
             # SyncBatchNorm: an all-reduce over replicas in each direction that runs.
             sums = _statistics_bytes(step) if "data" in exchange else 0.0

@@ -17,7 +17,7 @@ from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory
 from polylane.cost.memory.recompute_choice import SavedValues, drop_by_mode
 from polylane.cost.memory.saved_by_operators import saved_on_rank, trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
-from polylane.cost.weight_halves import HALVING_TRAVERSALS, kept_bytes
+from polylane.cost.weight_halves import HALVING_TRAVERSALS
 from polylane.graph.capture.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.cut_points import block_positions, crossing_bytes
 from polylane.graph.graph import Graph
@@ -315,7 +315,7 @@ def add_halving(table: CostTable, sheet: ShardedGraphCost, seconds_per_byte: flo
         sheet: the sharded graph whose nodes these are.
         seconds_per_byte: that each byte takes which a second half reads.
     """
-    read_bytes = kept_bytes(sheet.graph, sheet.view, sheet.splits, lambda key: sheet.busiest_bytes(key, table.samples))
+    read_bytes = sheet.weight_halves.kept_bytes(lambda key: sheet.busiest_bytes(key, table.samples))
     return replace(table, halving=np.concatenate([[0.0], np.cumsum(read_bytes * seconds_per_byte)]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,36 +25,42 @@ HALVING_TRAVERSALS = {"cpu": 2.0, "cuda": 0.0}
 HALVING_SHARE, HALVING_SHARE_ELSEWHERE = 0.05, 0.03
 
 
-def weight_shares(graph: Graph, view: OperatorView, splits: Mapping[str, AxisSplit]) -> NDArray[np.float64]:
-    """Return for every node the fraction of its backward pass that may run in the second half.
-
-    A call that is linear in its input and in its weight takes as many operations for the gradient of either; where no
-    gradient goes to its input, all of them are the weight's.
+class WeightHalves:
+    """The calls of a sharded graph whose weight gradient may come later, in the second half of a backward pass.
 
     Args:
-        graph: the captured graph; the result has one fraction for each of its nodes.
-        view: operators of these nodes as placements see them, with the inputs that each reads.
+        graph: the captured graph.
+        view: operators of its nodes as placements see them, with the inputs that each reads.
         splits: strategies and source placements by axis name; empty for an unsharded graph.
     """
-    shares = np.zeros(len(graph.nodes))
-    for step, key in _deferred_calls(graph, view, splits):
-        shares[graph.positions[step.name]] = 0.5 if step.call.inputs[step.input_keys.index(key)].gradient else 1.0
-    return shares
 
+    def __init__(self, graph: Graph, view: OperatorView, splits: Mapping[str, AxisSplit]) -> None:
+        self._graph = graph
+        self._calls = list(_deferred_calls(graph, view, splits))
 
-def kept_bytes(
-    graph: Graph, view: OperatorView, splits: Mapping[str, AxisSplit], size_of: Callable[[TensorKey], float]
-) -> NDArray[np.float64]:
-    """Return for every node the bytes that its second half reads: a kept input, and the gradient of its result.
+    @cached_property
+    def shares(self) -> NDArray[np.float64]:
+        """Fraction of every node's backward pass that may run in the second half.
 
-    Args:
-        graph, view, splits: the graph and how it is sharded, as for :func:`weight_shares`.
-        size_of: bytes of a tensor on a rank.
-    """
-    node_bytes = np.zeros(len(graph.nodes))
-    for step, key in _deferred_calls(graph, view, splits):
-        node_bytes[graph.positions[step.name]] = size_of(key) + sum(map(size_of, step.output_keys))
-    return node_bytes
+        A call that is linear in its input and in its weight takes as many operations for the gradient of either; where
+        no gradient goes to its input, all of them are the weight's.
+        """
+        shares = np.zeros(len(self._graph.nodes))
+        for step, key in self._calls:
+            position = self._graph.positions[step.name]
+            shares[position] = 0.5 if step.call.inputs[step.input_keys.index(key)].gradient else 1.0
+        return shares
+
+    def kept_bytes(self, size_of: Callable[[TensorKey], float]) -> NDArray[np.float64]:
+        """Return for every node the bytes that its second half reads: a kept input, and the gradient of its result.
+
+        Args:
+            size_of: bytes of a tensor on a rank.
+        """
+        node_bytes = np.zeros(len(self._graph.nodes))
+        for step, key in self._calls:
+            node_bytes[self._graph.positions[step.name]] = size_of(key) + sum(map(size_of, step.output_keys))
+        return node_bytes
 
 
 def _deferred_calls(

@@ -133,6 +133,11 @@ class Graph:
         """Position of every node, by name."""
         return {node.name: i for i, node in enumerate(self.nodes)}
 
+    @cached_property
+    def parameter_order(self) -> dict[str, int]:
+        """Number of every parameter in the model's order, by canonical name."""
+        return {name: number for number, name in enumerate(self.parameters)}
+
 
 @dataclass(frozen=True)
 class Code:

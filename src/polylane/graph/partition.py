@@ -89,10 +89,11 @@ class Partition:
     @cached_property
     def _nodes(self) -> tuple[tuple[Node, ...], ...]:
         position, nodes = self.graph.positions, self.graph.nodes
-        result = []
-        for stage in range(self.stages):
+        needed_nodes: list[set[int]] = [set() for _ in range(self.stages)]
+        for start, end, stage in self.pieces:
+            needed_nodes[stage].update(i for i in range(start, end) if not nodes[i].recomputable)
+        for stage, needed in enumerate(needed_nodes):
             # Start from the stage's own work, and add the recomputable nodes that it reads, transitively.
-            needed = {i for i, n in enumerate(nodes) if not n.recomputable and self.stage_of[n.name] == stage}
             reads = [name for i in needed for name in nodes[i].inputs]
             reads += self._outputs if stage == self.loss_stage else ()
             while reads:
@@ -100,8 +101,7 @@ class Partition:
                 if nodes[at].recomputable and at not in needed:
                     needed.add(at)
                     reads += nodes[at].inputs
-            result.append(tuple(nodes[i] for i in sorted(needed)))
-        return tuple(result)
+        return tuple(tuple(nodes[i] for i in sorted(needed)) for needed in needed_nodes)
 
     def nodes(self, stage: int) -> tuple[Node, ...]:
         """Return the nodes a stage runs, in order, including the recomputable ones it needs and no others."""
@@ -126,7 +126,7 @@ class Partition:
     def parameters(self, stage: int) -> tuple[str, ...]:
         """Return canonical names of the parameters that a stage reads, in the model's order."""
         used = {name for node in self.nodes(stage) for name in node.parameters}
-        return tuple(name for name in self.graph.parameters if name in used)
+        return tuple(sorted(used, key=self.graph.parameter_order.__getitem__))
 
     def buffers(self, stage: int) -> tuple[str, ...]:
         """Return names of the buffers that a stage reads or writes."""

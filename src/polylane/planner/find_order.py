@@ -9,7 +9,7 @@ import numpy as np
 from polylane.cost.network.collectives import message_seconds
 from polylane.cost.plan_cost import CostModel, PlanCost
 from polylane.cost.predict import predict
-from polylane.cost.weight_halves import HALVING_SHARE, HALVING_SHARE_ELSEWHERE, weight_shares
+from polylane.cost.weight_halves import HALVING_SHARE, HALVING_SHARE_ELSEWHERE, WeightHalves
 from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
 from polylane.placement.operator_view import view_operators
@@ -107,7 +107,7 @@ def find_measured_order(
     if plan.schedule != "auto" or plan.order:
         return plan
     nodes = partition.graph
-    shares = weight_shares(nodes, view_operators(nodes, nodes.samples, 1), {})
+    shares = WeightHalves(nodes, view_operators(nodes, nodes.samples, 1), {}).shares
     halving = HALVING_SHARE if device == "cpu" else HALVING_SHARE_ELSEWHERE
     forward, input_, weight, longer = (np.zeros(plan.pipeline) for _ in range(4))
     for position, ((forward_seconds, back), share) in enumerate(zip(seconds, shares, strict=True)):

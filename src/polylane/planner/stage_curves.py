@@ -46,7 +46,7 @@ class StageCurves:
         forward, backward: seconds of a pass, collectives included.
         weight: of ``backward``, seconds of the half that makes gradients of weights.
         halving: seconds by which both halves of a backward pass take longer than the whole.
-        activation_bytes: bytes that a microbatch holds between its passes.
+        trace_activations: returns ``activation_bytes``, which are traced only where a plan is rated by them.
         elements: trained elements of a rank, counted at the first use of each parameter.
         frozen_bytes: bytes of a rank's parameters that are not trained, counted likewise.
         cut_bytes: bytes that a rank receives if the graph is cut at each position, in one direction (no running sum).
@@ -59,13 +59,18 @@ class StageCurves:
     backward: Array
     weight: Array
     halving: Array
-    activation_bytes: Array
+    trace_activations: Callable[[], Array]
     elements: Array
     frozen_bytes: Array
     cut_bytes: Array
     gather_seconds: Array
     scatter_seconds: Array
     host_overhead: float
+
+    @cached_property
+    def activation_bytes(self) -> Array:
+        """Bytes that a microbatch holds between its passes."""
+        return self.trace_activations()
 
     @property
     def pass_seconds(self) -> Array:
@@ -247,16 +252,18 @@ class CurveCache:
         table = add_recomputation(self.table(mesh, samples), stages.recompute_counts(recompute))
         forward = table.forward + table.waits + EXPOSED * gathers
         backward = table.backward + table.backward_waits + EXPOSED * (gathers + scatters)
-        if recompute == "full":
-            activation_bytes = stages.block_input_bytes(mesh) * samples
-        else:
-            activation_bytes = self._activation_bytes(mesh, recompute == "selective") * samples
+
+        def trace_activations() -> Array:
+            if recompute == "full":
+                return (stages.block_input_bytes(mesh) * samples)[at]
+            return (self._activation_bytes(mesh, recompute == "selective") * samples)[at]
+
         return StageCurves(
             forward[at],
             backward[at],
             table.backward_weight[at],
             table.halving[at],
-            activation_bytes[at],
+            trace_activations,
             self._elements(mesh)[at],
             self._frozen_bytes(mesh)[at],
             stages.cut_bytes(mesh)[at] * samples,

@@ -206,7 +206,9 @@ class StageMeshSearch:
         inward[0] = 0.0
         counts = np.maximum(elements[None, :] - elements[:, None], 0.0)
         device, sharding = basis.cluster.device(0), self.estimates.sharding(mesh.data, m)
-        ending = np.vectorize(lambda n: basis.update_seconds(device, sharding.count_updated(int(n))))(counts)
+        distinct, number = np.unique(counts, return_inverse=True)
+        updates = [basis.update_seconds(device, sharding.count_updated(int(n))) for n in distinct]
+        ending = np.array(updates)[number].reshape(counts.shape)
         summed, handed = self.estimates.closing_seconds(SAMPLE, replicas, m)
         # About 70% of the gradient reduction overlaps with the last backward pass.
         ending = ending + counts / SAMPLE * (summed * (0.3 if basis.method.overlap else 1.0) + handed)

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from polylane.cost.integer_program import IntegerProgram, Term
-from polylane.cost.memory.recompute_choice import SavedValues, crossing_values, drop_by_mode, union_of
+from polylane.cost.memory.recompute_choice import SavedValues, drop_by_mode, union_of
 from polylane.cost.memory.saved_tensors import Key, SavedTensors
 from polylane.errors import PolylaneError
 from polylane.graph.capture.repeatable import NOTHING_DROPPED, DroppedTensors
@@ -74,7 +74,8 @@ class StageBudget:
         graph = values.graph
         self._sent = {key for name in leaving for key in values.values_of.get(name, ())}
         self._inside = {graph.positions[name] for name in nodes}
-        self._crossing = crossing_values(values)
+        outputs = {key for name in graph.outputs for key in values.values_of.get(name, ())}
+        self._staying = values.fixed | values.crossing_blocks | self._sent | outputs
         self._program, self._again, self._kept = IntegerProgram(), dict[str, int](), dict[Key, int]()
         self._bytes: list[Term] = []
         self._constant = self._bytes_across() + values.fixed_own(self._nodes)
@@ -138,9 +139,7 @@ class StageBudget:
         """Return whether a value of the stage may be dropped; a node's results are all dropped, or none."""
         values, maker = self._values, self._values.makers[key]
         keys = [value for value in values.values_of[maker] if values.makers.get(value) == maker]
-        outputs = {value for name in values.graph.outputs for value in values.values_of.get(name, ())}
-        staying = values.fixed | self._crossing | self._sent | outputs
-        return maker in self._again and staying.isdisjoint(keys)
+        return maker in self._again and self._staying.isdisjoint(keys)
 
     def _add_node(self, name: str) -> None:
         if name not in self._values.repeatable:
@@ -180,7 +179,7 @@ class StageBudget:
         repeated_names = [name for name, variable in self._again.items() if variable_values[variable] > 0.5]
         makers = self._values.makers
         # All else that a node makes which runs again is dropped: that is never dearer, whatever the program left open.
-        staying = [makers[key] for key in (*self._crossing, *self._sent) if key in makers]
+        staying = [makers[key] for key in (*self._values.crossing_blocks, *self._sent) if key in makers]
         chosen = self._values.drop(repeated_names, staying)
         dropped = self._values.on_stage(chosen, self._nodes, [makers[key] for key in self._sent], is_best=True)
         return BudgetChoice(dropped, self.kept_bytes(dropped))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import networkx as nx
+import numpy as np
 from torch import fx
 
 from polylane.cost.memory.attention_cores import find_attention_cores
@@ -52,10 +53,13 @@ class SavedValues:
         self.values_of = self._find_values()
         self.own = defaultdict[str, float](float)  # bytes that nodes save besides inputs and results
         self.savers = defaultdict[Key, list[int]](list)  # value -> positions of the nodes that save it
+        self._saved_by = defaultdict[str, set[Key]](set)  # the same by node
+        self.dropped_by_mode: dict[str, DroppedTensors] = {}  # cache of `drop_by_mode`
         for name, saved in keeping.nodes.items():
             self.own[graph.nodes[saved.at].name] += saved.own_bytes if name in keeping.repeatable else 0
             for key in saved.keys:
                 self.savers[keeping.storage_of[key]].append(saved.at)
+                self._saved_by[graph.nodes[saved.at].name].add(keeping.storage_of[key])
 
     def _find_values(self) -> dict[str, tuple[Key, ...]]:
         """Return the memory of every node's results, by the first tensor in it: its own, or what it views."""
@@ -77,6 +81,14 @@ class SavedValues:
         names = [node.name for node in self.graph.nodes]
         nodes = self.keeping.nodes
         return {key: names[nodes[key[0]].at] for keys in self.values_of.values() for key in keys if key[0] in nodes}
+
+    @cached_property
+    def _made_by(self) -> dict[str, list[Key]]:
+        """The values that each node makes."""
+        made = defaultdict[str, list[Key]](list)
+        for key, maker in self.makers.items():
+            made[maker].append(key)
+        return made
 
     @cached_property
     def views(self) -> dict[Key, list[str]]:
@@ -119,6 +131,17 @@ class SavedValues:
         """Return the bytes of some values."""
         return float(sum(self.keeping.storage_bytes[key] for key in keys))
 
+    @cached_property
+    def crossing_blocks(self) -> set[Key]:
+        """The values that cross between blocks, those of :func:`polylane.graph.cut_points.block_positions`."""
+        bounds, makers = block_positions(self.graph), self.makers
+        block_of = np.searchsorted(bounds, np.arange(len(self.graph.nodes)), side="right")
+        return {
+            key
+            for key, position in self.last_reads.items()
+            if key in makers and block_of[self.graph.positions[makers[key]]] != block_of[position]
+        }
+
     def drop(self, makers: Collection[str], staying: Collection[str] = ()) -> DroppedTensors:
         """Return what is dropped where these nodes run again: their results, unless something holds these anyway.
 
@@ -144,13 +167,14 @@ class SavedValues:
             stage_nodes: names of a stage's nodes; default: all.
         """
         own_names = self.graph.positions if stage_nodes is None else stage_nodes
-        positions = self.graph.positions
-        saved = {key for key, at in self.savers.items() if any(self.graph.nodes[i].name in own_names for i in at)}
+        graph, positions = self.graph, self.graph.positions
+        saved = set[Key]().union(*(self._saved_by[name] for name in own_names if name in self._saved_by))
         repeated_names = {self.makers[key] for key in saved if self.makers.get(key) in dropped.values}
         repeated_names |= {name for name in dropped.again if self.own.get(name)}
         wired = nx.Graph()
-        for node in reversed(self.graph.nodes):
-            if node.name in repeated_names and node.name in own_names:
+        for position in sorted(map(positions.__getitem__, own_names), reverse=True):
+            node = graph.nodes[position]
+            if node.name in repeated_names:
                 wired.add_node(node.name)
                 for name in node.inputs:
                     if name in dropped.values and name in own_names:
@@ -160,7 +184,7 @@ class SavedValues:
         return [self._piece(frozenset(names), dropped, saved) for names in groups]
 
     def _piece(self, names: frozenset[str], dropped: DroppedTensors, saved: Collection[Key]) -> RepeatedPiece:
-        values = {key for key in saved if self.makers.get(key) in names & dropped.values}
+        values = {key for name in names & dropped.values for key in self._made_by.get(name, ()) if key in saved}
         inputs = {input_name for name in names for input_name in self.graph.nodes[self.graph.positions[name]].inputs}
         read = {key for input_name in inputs - dropped.values for key in self.values_of.get(input_name, ())}
         own_bytes = sum(self.own[name] for name in names)
@@ -207,36 +231,14 @@ class SavedValues:
             if is_best or self.bytes(extra_keys) < self.bytes(piece.dropped) + piece.own:
                 repeated_names |= piece.names
         # A view of a value that is kept is kept with it.
-        views = {name for key, maker in self.makers.items() if maker in repeated_names for name in self.views[key]}
+        views = {name for maker in repeated_names for key in self._made_by.get(maker, ()) for name in self.views[key]}
         return DroppedTensors(candidates.values & views, frozenset(repeated_names))
 
 
-def drop_in_blocks(values: SavedValues, bounds: Sequence[int]) -> DroppedTensors:
-    """Return what full recomputation drops: everything but the values that cross between blocks (Chen et al., 2016).
-
-    Args:
-        values: the values of the graph.
-        bounds: positions at which blocks begin and end, both ends of the graph included.
-    """
-    crossing = [values.makers[key] for key in crossing_values(values, bounds)]
+def drop_in_blocks(values: SavedValues) -> DroppedTensors:
+    """Return what full recomputation drops: everything but the values that cross between blocks (Chen et al., 2016)."""
+    crossing = [values.makers[key] for key in values.crossing_blocks]
     return values.drop([node.name for node in values.graph.nodes], crossing)
-
-
-def crossing_values(values: SavedValues, bounds: Sequence[int] | None = None) -> set[Key]:
-    """Return the values that cross between blocks.
-
-    Args:
-        values: the values of the graph.
-        bounds: positions at which blocks begin and end; default: :func:`polylane.graph.cut_points.block_positions`.
-    """
-    bounds = block_positions(values.graph) if bounds is None else bounds
-    block_of = {i: number for number, start in enumerate(bounds) for i in range(start, len(values.graph.nodes))}
-    positions, makers = values.graph.positions, values.makers
-    return {
-        key
-        for key, position in values.last_reads.items()
-        if key in makers and block_of[positions[makers[key]]] != block_of[position]
-    }
 
 
 def drop_regions(values: SavedValues, regions: Sequence[Collection[str]]) -> DroppedTensors:
@@ -245,13 +247,18 @@ def drop_regions(values: SavedValues, regions: Sequence[Collection[str]]) -> Dro
     For attentions this is selective recomputation (Korthikanti et al., "Reducing Activation Recomputation in Large
     Transformer Models", 2022, section 5).
     """
-    region_nodes, leaving = set[str](), set[str]()
-    for region in map(frozenset, regions):
-        region_nodes |= region
-        for node in values.graph.nodes:
-            if node.name not in region:
-                leaving.update(region.intersection(node.inputs))
-    return values.drop(region_nodes, leaving)
+    regions_of = defaultdict[str, set[int]](set)
+    for number, region in enumerate(regions):
+        for name in region:
+            regions_of[name].add(number)
+    inside = dict(regions_of)
+    leaving = {
+        name
+        for node in values.graph.nodes
+        for name in node.inputs
+        if name in inside and not inside[name] <= inside.get(node.name, set())
+    }
+    return values.drop(inside, leaving)
 
 
 def drop_by_mode(values: SavedValues, mode: str) -> DroppedTensors:
@@ -259,14 +266,16 @@ def drop_by_mode(values: SavedValues, mode: str) -> DroppedTensors:
 
     Whatever the mode, the user's own calls of torch.utils.checkpoint are recomputed.
     """
-    graph, parts = values.graph, list[DroppedTensors]()
-    if mode == "full":
-        parts.append(drop_in_blocks(values, block_positions(graph)))
-    if mode == "selective":
-        parts.append(drop_regions(values, find_attention_cores(graph)))
-    if graph.checkpoints:
-        parts.append(drop_regions(values, graph.checkpoints))
-    return union_of(parts)
+    if mode not in values.dropped_by_mode:
+        graph, parts = values.graph, list[DroppedTensors]()
+        if mode == "full":
+            parts.append(drop_in_blocks(values))
+        if mode == "selective":
+            parts.append(drop_regions(values, find_attention_cores(graph)))
+        if graph.checkpoints:
+            parts.append(drop_regions(values, graph.checkpoints))
+        values.dropped_by_mode[mode] = union_of(parts)
+    return values.dropped_by_mode[mode]
 
 
 def union_of(parts: Iterable[DroppedTensors]) -> DroppedTensors:
