@@ -141,9 +141,7 @@ def predict(
     every: bool = False,
     exact: bool = True,
 ) -> Prediction:
-    """Predict one step of a plan.
-
-    Equal workers are simulated once: one of each stage, unless workers share cores or their devices differ.
+    """Predict one step of a plan, see :func:`predict_step`.
 
     Args:
         basis: cluster, prices, precision and recomputation.
@@ -154,13 +152,25 @@ def predict(
         every: whether every worker has a lane (up to :data:`LANES`), even where they are equal.
         exact: whether memory is traced at the local samples; else it is scaled from those of the capture.
     """
+    return predict_step(PlanCost(basis, partition, plan, batch, exact), every)
+
+
+def predict_step(scene: PlanCost, every: bool = False) -> Prediction:
+    """Predict one step of a plan whose stages are priced.
+
+    Equal workers are simulated once: one of each stage, unless workers share cores or their devices differ.
+
+    Args:
+        scene: costs of the plan's stages.
+        every: whether every worker has a lane (up to :data:`LANES`), even where they are equal.
+    """
+    basis, partition, plan, batch = scene.basis, scene.partition, scene.plan, scene.batch
     alone, served = plan.sync.every > 1 and plan.data > 1, plan.sync.has_servers
     ranks = range(plan.workers)
     # One lane per stage is exact only if workers are interchangeable: same devices, no shared cores.
     unlike = len(basis.cluster.devices(ranks)) > 1 or basis.cluster.cores(0) is not None
     single = (every or unlike) and plan.workers <= LANES
     lanes = tuple(ranks) if single else _distinct_ranks(plan)
-    scene = PlanCost(basis, partition, plan, batch, exact)
     doing = TaskBuilder(scene, lanes)
     by_rank = _lower_programs(scene, partition, None if single else lanes)
     programs = [without_replica_sync(by_rank[rank], plan) if alone or served else by_rank[rank] for rank in lanes]

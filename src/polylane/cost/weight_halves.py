@@ -12,7 +12,7 @@ from polylane.graph.graph import Graph
 from polylane.placement.operator_view import OperatorNode, OperatorView, TensorKey, node_name, tensor_key
 from polylane.placement.redistribute import collective_name, gradient_ends
 from polylane.placement.rewrite import AxisSplit
-from polylane.placement.weight_calls import find_weight_calls, positional_arguments
+from polylane.placement.weight_calls import find_graph_weight_calls, positional_arguments
 from polylane.placement.weight_formulas import operand_at
 
 # What both halves of a backward pass take longer than the whole, by kind of device. In the whole pass the gradients of
@@ -68,8 +68,7 @@ def _deferred_calls(
 ) -> Iterator[tuple[OperatorNode, TensorKey]]:
     """Yield the operators whose weight gradient may come later, each with the key of the input that is kept for it."""
     operators = {step.name: step for step in view.operators}
-    _, calls = find_weight_calls(graph.code.fx, lambda name: graph.parameters[name].trainable)
-    for node, formula in calls.items():
+    for node, formula in find_graph_weight_calls(graph).items():
         step = operators[node_name(node)]
         if not _sums_gradients(step, splits):
             key = tensor_key(operand_at(positional_arguments(node), formula.kept))

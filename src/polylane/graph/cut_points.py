@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from polylane.graph.graph import Graph
+from polylane.graph.graph import Graph, once_per_graph
 from polylane.graph.partition import cut_positions, sum_over_spans, value_spans
 
 MOST = 256  # default limit on the number of narrow positions
@@ -47,6 +47,7 @@ def narrow_positions(graph: Graph, staying: Collection[str] = (), most: int = MO
     return tuple(allowed[i] for i in indices)
 
 
+@once_per_graph
 def block_positions(graph: Graph) -> tuple[int, ...]:
     """Return the boundaries of the blocks that are recomputed or gathered as one, both ends of the graph included."""
     return (0, *narrow_positions(graph, most=1 << 30), len(graph.nodes))

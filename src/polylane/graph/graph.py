@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -163,3 +164,24 @@ class Code:
     def nominal_sizes(self) -> tuple[int, ...]:
         """The open sizes at which ``meta["val"]`` shows the code."""
         return () if self.open is None else self.open.nominal
+
+
+_Fact = TypeVar("_Fact")
+
+
+def once_per_graph(find: Callable[[Graph], _Fact]) -> Callable[[Graph], _Fact]:
+    """Have a function find what follows from a graph once: the same result is returned for the same graph again.
+
+    Args:
+        find: returns what follows from a captured graph alone, and what nobody changes.
+    """
+
+    @wraps(find)
+    def find_once(graph: Graph) -> _Fact:
+        facts = graph.__dict__.setdefault("_facts", {})
+        if find not in facts:
+            facts[find] = find(graph)
+        fact: _Fact = facts[find]
+        return fact
+
+    return find_once

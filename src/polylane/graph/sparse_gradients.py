@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, fx
 
 from polylane.graph.flops import shape_of
-from polylane.graph.graph import Graph
+from polylane.graph.graph import Graph, once_per_graph
 
 _LOOKUPS = ("embedding", "embedding_bag", "_embedding_bag")
 
 
+@once_per_graph
 def find_sparse_gradients(graph: Graph) -> dict[str, int]:
     """Find the parameters whose gradients are sparse tensors: tables that are read by sparse look-ups alone.
 

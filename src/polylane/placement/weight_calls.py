@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from polylane.graph.graph import Graph, once_per_graph
 from polylane.graph.nodes.facts import unwrap_settings
 from polylane.placement.redistribute import Redistribute, collective_name, gradient_ends
 from polylane.placement.weight_formulas import WeightFormula, find_formula
@@ -35,6 +36,12 @@ def find_weight_calls(
             if formula is not None:
                 calls[node] = formula
     return values, calls
+
+
+@once_per_graph
+def find_graph_weight_calls(graph: Graph) -> dict[fx.Node, WeightFormula]:
+    """Return the calls of a captured graph that read trained weights, as :func:`find_weight_calls` finds them."""
+    return find_weight_calls(graph.code.fx, lambda name: graph.parameters[name].trainable)[1]
 
 
 def find_weight_values(graph: fx.Graph, is_trained: Callable[[str], bool]) -> dict[fx.Node, frozenset[fx.Node]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,20 +23,31 @@ class BalancedCuts:
 
     Args:
         times: seconds of both passes before every position, ascending.
-        memory: index of a stage from the end (1: the last) -> running sum of its bytes at every position.
+        memory: index of a stage from the end (1: the last) -> running sum of its bytes at every position; None where
+            there is no limit.
         limit: most bytes that a stage may need.
+        unlimited: the best cuts at the same times without a limit, if they are there already: where they keep it, they
+            are the best with it.
     """
 
-    def __init__(self, times: Array, memory: Callable[[int], Array], limit: float = math.inf) -> None:
-        self._memory, self._limit = memory, limit
+    def __init__(
+        self,
+        times: Array,
+        memory: Callable[[int], Array] | None = None,
+        limit: float = math.inf,
+        unlimited: BalancedCuts | None = None,
+    ) -> None:
+        self._times, self._memory = times, memory if math.isfinite(limit) else None
+        self._limit, self._unlimited = limit, unlimited
+        if self._memory is not None and unlimited is None:
+            self._unlimited = BalancedCuts(times)
         count = len(times)
-        scale = (times[-1] - times[0]) / max(count - 1, 1) or 1.0
-        # gaps[i, j]: relative time of a stage from position i to j; only j > i is a stage.
-        gaps = np.maximum((times[None, :] - times[:, None]) / scale, 0.0)
-        self._cost = np.where(np.triu(np.ones((count, count), dtype=bool), 1), gaps**POWER, np.inf)
         self._places = np.arange(count)
         self._least = np.where(self._places == count - 1, 0.0, np.inf)  # least cost from every position to the end
         self._found: list[tuple[float, NDArray[np.int64]]] = []  # by stages: cost, and first stage's end
+        # By stages from the end: the farthest end of a stage from every position, and where that many begin at best.
+        self._max_ends: list[NDArray[np.int64]] = []
+        self._first_starts = [count - 1]
 
     def cut_into(self, stages: int) -> list[int] | None:
         """Return the boundaries of the stages as indices into the positions, one more than there are stages.
@@ -43,6 +55,13 @@ class BalancedCuts:
         Returns:
             None if no cuts keep the memory limit, or there are too few positions.
         """
+        if self._memory is not None and self._unlimited is not None:
+            ends = self._unlimited.cut_into(stages)
+            # What is best of all is best of those that fit; and the search need not find that nothing fits.
+            if ends is None or self._keeps_limit(ends):
+                return ends
+            if self._first_starts[stages] > 0:
+                return None
         while len(self._found) < stages:
             self._add_stages(len(self._found) + 1)
         if not math.isfinite(self._found[stages - 1][0]):
@@ -52,12 +71,33 @@ class BalancedCuts:
             ends.append(int(choice[ends[-1]]))
         return ends
 
+    def _keeps_limit(self, ends: list[int]) -> bool:
+        """Return whether all stages between boundaries fit, and find how many stages reach how far."""
+        assert self._memory is not None
+        stages = len(ends) - 1
+        for number in range(len(self._max_ends) + 1, stages + 1):
+            memory = self._memory(number)
+            max_ends = np.searchsorted(memory, memory + self._limit, side="right") - 1
+            self._max_ends.append(max_ends)
+            self._first_starts.append(int(np.searchsorted(max_ends, self._first_starts[-1])))
+        return all(ends[-k] <= self._max_ends[k - 1][ends[-k - 1]] for k in range(1, stages + 1))
+
     def _add_stages(self, stages: int) -> None:
-        costs = self._cost + self._least[None, :]
-        if math.isfinite(self._limit):
-            memory = self._memory(stages)
-            max_ends = np.searchsorted(memory, memory + self._limit, side="right") - 1  # farthest end within the limit
-            costs[self._places[None, :] > max_ends[:, None]] = np.inf
+        costs = _stage_costs(self._times.tobytes()) + self._least[None, :]
+        if self._memory is not None:
+            costs[self._places[None, :] > self._max_ends[stages - 1][:, None]] = np.inf
         choice = np.argmin(costs, axis=1)
         self._least = costs[self._places, choice]
         self._found.append((float(self._least[0]), choice))
+
+
+# Plans are rated by their times, not by their stages: those of the same times follow each other, more or less.
+@lru_cache(maxsize=16)
+def _stage_costs(times: bytes) -> Array:
+    """Return the cost of every stage, by first and last position, from the bytes of the seconds before positions."""
+    seconds = np.frombuffer(times)
+    count = len(seconds)
+    scale = (seconds[-1] - seconds[0]) / max(count - 1, 1) or 1.0
+    # gaps[i, j]: relative time of a stage from position i to j; only j > i is a stage.
+    gaps = np.maximum((seconds[None, :] - seconds[:, None]) / scale, 0.0)
+    return np.where(np.triu(np.ones((count, count), dtype=bool), 1), gaps**POWER, np.inf)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.plan_cost import PlanCost
-from polylane.cost.predict import CostModel, Prediction, predict
+from polylane.cost.predict import CostModel, Prediction, predict_step
 from polylane.graph.partition import Partition
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.fixed_keys import ScheduleOption
@@ -90,7 +90,7 @@ class PricedPlan:
 
     def simulate(self) -> RankedPlan:
         """Return the plan with its exact prediction."""
-        prediction = predict(self.basis, self.partition, self.plan, self.costs.batch, exact=False)
+        prediction = predict_step(self.costs)
         return RankedPlan(self.candidate, self.plan, self.partition, prediction)
 
 

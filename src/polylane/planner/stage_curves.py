@@ -72,6 +72,11 @@ class StageCurves:
         """Bytes that a microbatch holds between its passes."""
         return self.trace_activations()
 
+    @cached_property
+    def balanced_cuts(self) -> BalancedCuts:
+        """The best cuts into any number of stages, whatever memory they take."""
+        return BalancedCuts(self.pass_seconds)
+
     @property
     def pass_seconds(self) -> Array:
         """Running sum of both passes' seconds, without host overhead and the bound of overlapped collectives."""

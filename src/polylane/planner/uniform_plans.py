@@ -240,6 +240,9 @@ def _stage_bounds(
     estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, limit: float, chunks: int = 1
 ) -> list[int] | None:
     """Return the boundaries of all stages as indices into the positions; None if nothing fits."""
+    room = estimates.footprint.available_bytes(limit) - estimates.gathered_bytes(uniform.mesh)
+    if math.isinf(room):
+        return curves.balanced_cuts.cut_into(uniform.stages * chunks)
     # Parameters, gradients and states per trained element.
     weight = estimates.footprint.bytes_per_element(uniform.data)
     # With at least as many microbatches as stages, 1F1B's memory does not depend on their number: cuts are shared.
@@ -250,12 +253,12 @@ def _stage_bounds(
         live = min(own_microbatches, stages)
         return curves.elements * weight + curves.frozen_bytes + curves.activation_bytes * live
 
-    room = estimates.footprint.available_bytes(limit) - estimates.gathered_bytes(uniform.mesh)
     # The cache keeps the curves alive, so that their id() is not reused.
     key = (id(curves), weight, room, None if filled else own_microbatches)
     cuts = estimates.cuts_cache.get(key)
     if cuts is None:
-        cuts = estimates.cuts_cache[key] = BalancedCuts(curves.pass_seconds, memory, room)
+        cuts = BalancedCuts(curves.pass_seconds, memory, room, curves.balanced_cuts)
+        estimates.cuts_cache[key] = cuts
     return cuts.cut_into(uniform.stages * chunks)
 
 

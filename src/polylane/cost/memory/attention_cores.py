@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from polylane.graph.graph import Graph, Node
+from polylane.graph.graph import Graph, Node, once_per_graph
 
 _WHOLE = "scaled_dot_product_attention"
 _PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "einsum"))
@@ -19,6 +19,7 @@ _BETWEEN = frozenset(
 )
 
 
+@once_per_graph
 def find_attention_cores(graph: Graph) -> tuple[frozenset[str], ...]:
     """Return the nodes of every attention: a fused operator, or all from QK^T through softmax to the product with V.
 

@@ -18,7 +18,7 @@ from polylane.cost.memory.backward_steps import StageSteps
 from polylane.cost.memory.intervals import Floats, Intervals, Range
 from polylane.cost.memory.saved_tensors import Key, SavedByOperator, SavedTensors
 from polylane.graph.graph import Graph
-from polylane.placement.weight_calls import find_weight_calls, positional_arguments
+from polylane.placement.weight_calls import find_graph_weight_calls, positional_arguments
 from polylane.placement.weight_formulas import WeightFormula, operand_at
 
 
@@ -94,9 +94,8 @@ def find_deferred_calls(graph: Graph, keeping: SavedTensors) -> list[WaitingCall
         graph: the captured graph, unsharded, as one device runs it.
         keeping: what operators save on one rank.
     """
-    _, calls = find_weight_calls(graph.code.fx, lambda name: graph.parameters[name].trainable)
     waiting_calls = list[WaitingCall]()
-    for node, formula in calls.items():
+    for node, formula in find_graph_weight_calls(graph).items():
         name = str(node.meta["name"])
         saved = keeping.nodes.get(name)
         if saved is None:
