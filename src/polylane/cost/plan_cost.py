@@ -239,17 +239,22 @@ class PlanCost:
 
     def peak_memory(self, stage: int) -> peak.MemoryBreakdown:
         """Return the bytes of a stage's busiest rank at the peak of the step, with all stages that it has."""
-        chunks, program = self.plan.chunks(stage), self._programs[self.plan.stage_groups[stage]]
+        return self._peaks[self.plan.first_chunk(stage)]
+
+    @cached_property
+    def _peaks(self) -> dict[int, peak.MemoryBreakdown]:
+        """Peak memory of every group of workers, by its first stage."""
+        # The passes and messages of every group of workers, in the order of the schedule.
+        programs = lower_groups(self.partition, self.plan)
+        return {stage: self._group_peak(stage, p) for stage, p in zip(self.plan.first_chunks, programs, strict=True)}
+
+    def _group_peak(self, stage: int, program: Program) -> peak.MemoryBreakdown:
+        chunks = self.plan.chunks(stage)
         basis, load = self.basis, self.trained_bytes(*chunks)
         needs = {chunk: self.microbatch_memory(chunk) for chunk in chunks}
         trained = {chunk: self.trained_bytes(chunk).trained for chunk in chunks}
         lane, messages = [a for a in program.actions if a.kind in PASSES], find_held_messages(program, needs)
         return peak.peak_memory(lane, needs, trained, load, basis.method, self.sharding(stage), basis.margin, messages)
-
-    @cached_property
-    def _programs(self) -> tuple[Program, ...]:
-        """The passes and messages of every group of workers, in the order of the schedule."""
-        return lower_groups(self.partition, self.plan)
 
     def sharded_load(self, stage: int) -> peak.ShardedLoad:
         """Return a rank's parameters, gradients and states in bytes, sharded over replicas as the options say."""

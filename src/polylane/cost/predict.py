@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 
 from polylane.cost.parameter_servers import ServerCosts
 from polylane.cost.plan_cost import CostModel, PlanCost, StagePrediction
@@ -250,5 +252,18 @@ def overlap_seconds(lanes: Sequence[Sequence[Task]], step: Timeline, hosts: Sequ
     begin = [number for number, lane in enumerate(lanes) if lane and lane[0].action.kind is not ActionKind.RECEIVE]
     if all(math.isclose(lane_ends[number], end, rel_tol=1e-9) for number in begin):
         return 0.0
-    short_run, long_run = (simulate_tasks([[*lane] * steps for lane in lanes], hosts) for steps in (STEPS - 1, STEPS))
-    return max(0.0, end - (long_run.makespan() - short_run.makespan()))
+    long_run = simulate_tasks([[*lane] * STEPS for lane in lanes], hosts)
+    if hosts:  # a later step may slow those before it
+        short_makespan = simulate_tasks([[*lane] * (STEPS - 1) for lane in lanes], hosts).makespan()
+    else:
+        short_makespan = _last_end(long_run, [len(lane) * (STEPS - 1) for lane in lanes]) - long_run.start()
+    return max(0.0, end - (long_run.makespan() - short_makespan))
+
+
+def _last_end(timeline: Timeline, counts: Sequence[int]) -> float:
+    """Return when the first tasks of all lanes are done, so many of each; a lane's spans are in the order of tasks."""
+    end = 0.0
+    for _, lane_spans in groupby(timeline.spans, key=attrgetter("rank")):
+        of_lane = list(lane_spans)
+        end = max([end, *(span.end for span in of_lane[: counts[of_lane[0].rank]])])
+    return end

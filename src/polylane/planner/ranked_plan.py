@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.plan_cost import PlanCost
@@ -33,13 +34,20 @@ class ScheduleTrial:
         option: the schedule, and the stages of every worker.
         seconds: of a step; simulated, or estimated from the passes alone.
         is_simulated: which of the two.
-        missing_bytes: memory that the worker with the most would need beyond what it may have; 0 where it fits.
+        priced: the plan with this schedule; None where it is known to fit.
     """
 
     option: ScheduleOption
     seconds: float
     is_simulated: bool
-    missing_bytes: float = 0.0
+    priced: PricedPlan | None = field(default=None, compare=False)
+
+    @cached_property
+    def missing_bytes(self) -> float:
+        """Memory that the worker with the most would need beyond what it may have; 0 where it fits."""
+        if self.priced is None:
+            return 0.0
+        return max(0.0, self.priced.peak_bytes - self.priced.candidate.memory_limit)
 
 
 @dataclass(frozen=True)

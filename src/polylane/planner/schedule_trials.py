@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from polylane.plan.fixed_keys import ScheduleOption
 from polylane.plan.lanes import stage_graph_of
@@ -20,30 +20,13 @@ from polylane.schedule.schedules import ASYNCHRONOUS, schedule_lanes
 NEAR = 1.02
 
 
-@dataclass(frozen=True)
-class _Variant:
-    """A candidate with another schedule: its prices, the seconds that its passes would take, and what it lacks."""
-
-    priced: PricedPlan
-    seconds: float
-    missing_bytes: float
-
-    @property
-    def option(self) -> ScheduleOption:
-        return self.priced.candidate.option
-
-    @property
-    def trial(self) -> ScheduleTrial:
-        return ScheduleTrial(self.option, self.seconds, False, self.missing_bytes)
-
-
 def choose_schedule(
     estimates: CurveCache, plan: RankedPlan, options: Sequence[ScheduleOption], beat: float
 ) -> tuple[RankedPlan, int]:
     """Return a plan with the schedule with which it is fastest and fits, and how many passes were simulated for that.
 
-    Every schedule's passes are played with the seconds of the plan's own stages; those that come near the best are
-    simulated. What does not fit is known without.
+    Every schedule's passes are played with the seconds of the plan's own stages; those that come near the best and fit
+    are simulated. Whether the others fit is found out where it is asked.
 
     Args:
         estimates: cost curves of the graph on the cluster.
@@ -51,15 +34,13 @@ def choose_schedule(
         options: the schedules that it may have.
         beat: seconds of the best of other plans: a schedule that is far from them is not simulated.
     """
-    variants = _build_variants(estimates, plan, options)
-    best, passes = plan, 0
-    waiting = sorted((v for v in variants if not v.missing_bytes), key=lambda v: penalize(v.seconds, v.option))
-    tried = [v.trial for v in variants if v.missing_bytes]
-    for variant in waiting:
-        if penalize(variant.seconds, variant.option) > NEAR * min(beat, _weigh(best)):
-            tried.append(variant.trial)
+    best, passes, tried = plan, 0, list[ScheduleTrial]()
+    for trial in sorted(_play_trials(estimates, plan, options), key=lambda t: penalize(t.seconds, t.option)):
+        is_near = penalize(trial.seconds, trial.option) <= NEAR * min(beat, _weigh(best))
+        if trial.priced is None or not is_near or trial.missing_bytes:
+            tried.append(trial)
             continue
-        rescheduled_plan = variant.priced.simulate()
+        rescheduled_plan = trial.priced.simulate()
         passes += rescheduled_plan.plan.pipeline * rescheduled_plan.plan.microbatches
         best = _keep_better(best, rescheduled_plan, best.trials)
     trials = sorted([*best.trials, *tried], key=lambda trial: trial.seconds)
@@ -68,12 +49,14 @@ def choose_schedule(
 
 def simulate_runner_up(estimates: CurveCache, best: RankedPlan) -> RankedPlan:
     """Return the plan with the next best of its schedules simulated, if none of those that fit was."""
-    fitting = [trial for trial in best.trials if not trial.missing_bytes]
-    if not fitting or any(trial.is_simulated for trial in fitting):
+    if any(trial.is_simulated for trial in best.trials):
         return best
-    changed = with_schedule(estimates, best.candidate, fitting[0].option)
+    fastest = next((trial for trial in best.trials if not trial.missing_bytes), None)
+    if fastest is None:
+        return best
+    changed = with_schedule(estimates, best.candidate, fastest.option)
     assert changed is not None  # it was played
-    other_trials = [trial for trial in best.trials if trial is not fitting[0]]
+    other_trials = [trial for trial in best.trials if trial is not fastest]
     return _keep_better(best, price_plan(estimates, changed).simulate(), other_trials)
 
 
@@ -93,8 +76,8 @@ def _weigh(plan: RankedPlan) -> float:
     return penalize(plan.prediction.seconds, plan.candidate.option)
 
 
-def _build_variants(estimates: CurveCache, plan: RankedPlan, options: Sequence[ScheduleOption]) -> list[_Variant]:
-    """Return the plan with every other schedule that its graph and its replicas allow."""
+def _play_trials(estimates: CurveCache, plan: RankedPlan, options: Sequence[ScheduleOption]) -> list[ScheduleTrial]:
+    """Return every other schedule that a plan's graph and its replicas allow, with the seconds that it would take."""
     candidate = plan.candidate
     stages, max_stages = len(candidate.meshes), estimates.max_stages
     usable = usable_options(options, stages, candidate.microbatches, max_stages, candidate.sync, candidate.turns)
@@ -104,15 +87,14 @@ def _build_variants(estimates: CurveCache, plan: RankedPlan, options: Sequence[S
     # What follows the passes (reductions, the optimizer) stays.
     timeline = plan.prediction.timeline
     closing_seconds = timeline.makespan() - max(span.end for span in timeline.spans if span.action.kind in PASSES)
-    variants = list[_Variant]()
+    trials = list[ScheduleTrial]()
     for option in usable:
         changed = with_schedule(estimates, candidate, option)
         if changed is None:
             continue
         priced = price_plan(estimates, changed)
-        seconds = _play_passes(priced) + closing_seconds
-        variants.append(_Variant(priced, seconds, max(0.0, priced.peak_bytes - candidate.memory_limit)))
-    return variants
+        trials.append(ScheduleTrial(option, _play_passes(priced) + closing_seconds, False, priced))
+    return trials
 
 
 def with_schedule(estimates: CurveCache, candidate: RatedPlan, option: ScheduleOption) -> RatedPlan | None:

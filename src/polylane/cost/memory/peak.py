@@ -126,7 +126,15 @@ def peak_memory(
 
     travels = sum_held(messages, len(lane))
     passes = _play_passes(lane, needs, trained, sharded_load)
-    moments = [at(*figures, sent) for figures, sent in zip(passes, travels, strict=False)]
+    most_gradients = sharded_load.gradients + sharded_load.scattered
+
+    def moving_bytes(moment: tuple[tuple[str, float, float], float]) -> int:
+        """Return the bytes of a pass that differ from pass to pass, in the parts that are rounded up."""
+        (_, activations, gradients), sent = moment
+        return math.ceil(min(gradients, most_gradients)) + math.ceil(activations + samples) + math.ceil(sent)
+
+    pass_moments = list(zip(passes, travels, strict=False))
+    moments = [at(*figures, sent) for figures, sent in [max(pass_moments, key=moving_bytes)] if pass_moments]
     last_travel = travels[-1]
     # After the last pass: reductions with their bucket copies, then the step with its temporaries.
     moments.append(at("reduction", 0.0, sharded_load.gradients, last_travel + sharded_load.copied))
