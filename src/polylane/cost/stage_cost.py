@@ -48,6 +48,7 @@ class MeshSplit(Protocol):
 
 
 Lay = Callable[..., MeshSplit]
+MOST_PLACED = 4  # Costs of other placements that are kept at a time: their traces take memory.
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class StageCosts:
         self._tables: dict[tuple[object, ...], CostTable] = {}
         self._live: dict[tuple[int, int], Array] = {}
         self._needs: dict[tuple[object, ...], PeakMemory] = {}
+        self._placed: dict[object, StageCosts] = {}  # with other placements, the latest ones
 
     def without_prices(self) -> StageCosts:
         """Return a copy that shares layouts and memory traces, but no prices: for other devices or links."""
@@ -113,9 +115,16 @@ class StageCosts:
         costs._values = self._values
         return costs
 
-    def with_placements(self, **placements: Collection[str]) -> StageCosts:
+    def with_placements(self, **placements: Collection[str] | int) -> StageCosts:
         """Return the costs of other placements; the arguments are those of ``lay`` besides the mesh."""
-        return StageCosts(self.graph, partial(self._lay, **placements), self._float_itemsize, self.setting)
+        key = frozenset((name, v if isinstance(v, int) else frozenset(v)) for name, v in placements.items())
+        if key not in self._placed:
+            # The plans that are priced with them, as often as they are changed, follow each other.
+            for old_key in list(self._placed)[: 1 - MOST_PLACED]:
+                del self._placed[old_key]
+            lay = partial(self._lay, **placements)
+            self._placed[key] = StageCosts(self.graph, lay, self._float_itemsize, self.setting)
+        return self._placed[key]
 
     def sharded_graph(self, mesh: Degrees) -> ShardedGraphCost:
         """Return the graph sharded over the sequence and tensor axes of a mesh."""

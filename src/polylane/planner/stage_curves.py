@@ -260,8 +260,11 @@ class CurveCache:
 
         def trace_activations() -> Array:
             if recompute == "full":
-                return (stages.block_input_bytes(mesh) * samples)[at]
-            return (self._activation_bytes(mesh, recompute == "selective") * samples)[at]
+                held_bytes = stages.block_input_bytes(mesh)
+            else:
+                held_bytes = self._activation_bytes(mesh, recompute == "selective")
+            activation_bytes: Array = (held_bytes * samples)[at]
+            return activation_bytes
 
         return StageCurves(
             forward[at],

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from polylane.graph.graph import Graph, Node
+from polylane.graph.graph import Graph, Node, once_per_graph
 from polylane.graph.interpreter import find_ancestors
 from polylane.graph.nodes.facts import base_name, unwrap_settings
 from polylane.graph.nodes.memory import written_arguments
@@ -83,6 +83,23 @@ def derive_composition(graph: Graph, per_sample: Collection[str] = (), *, counti
             "model" for all.
         counting: whether the proof may ask for whole-batch statistics and rescalings; they are returned.
     """
+    known = _known_compositions(graph)
+    # What is declared matters only where something is not proven without.
+    key = None if (None, counting) in known else frozenset(per_sample)
+    if (key, counting) not in known:
+        derivation = _derive_composition(graph, per_sample, counting)
+        known[frozenset(per_sample) if derivation.unproven else None, counting] = derivation
+        return derivation
+    return known[key, counting]
+
+
+@once_per_graph
+def _known_compositions(graph: Graph) -> dict[tuple[frozenset[str] | None, bool], Derivation]:
+    """Return where derivations of a graph are kept, by what is declared (None: whatever it is) and ``counting``."""
+    return {}
+
+
+def _derive_composition(graph: Graph, per_sample: Collection[str], counting: bool) -> Derivation:
     nodes = graph.code.fx.nodes
     if graph.is_undivided:
         return Derivation(dict.fromkeys(graph.positions, BatchLayout.REPLICATED))

@@ -77,7 +77,7 @@ def choices(program: StageBudget, graph: Graph) -> Iterator[tuple[float, float]]
     able = sorted(program._again)
     for count in range(len(able) + 1):
         for again in itertools.combinations(able, count):
-            crossing = [values.makers[key] for key in program._crossing]
+            crossing = [values.makers[key] for key in values.crossing_blocks]
             dropped = values.on_stage(values.drop(again, crossing), set(graph.positions), ())
             yield program.seconds(dropped), program.kept_bytes(dropped)
 
