@@ -225,8 +225,7 @@ class ShardedGraphCost:
     @cached_property
     def _distinct_operators(self) -> list[tuple[OperatorNode, list[int]]]:
         """One operator of every kind, with the positions of all nodes of that kind."""
-        # The kind holds all that a price can depend on: operator, plain arguments, tensor forms and
-        # strategies. A 100-layer model then costs as much to price as one layer.
+        # The kind holds all that a price can depend on: a 100-layer model costs as much to price as one layer.
         kinds: dict[Hashable, tuple[OperatorNode, list[int]]] = {}
         for step in self.view.operators:
             chosen = tuple((s.inputs, s.outputs, s.work, s.sent) for s in self._strategies(step))

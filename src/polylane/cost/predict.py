@@ -157,21 +157,21 @@ def predict(
     return predict_step(PlanCost(basis, partition, plan, batch, exact), every)
 
 
-def predict_step(scene: PlanCost, every: bool = False) -> Prediction:
+def predict_step(scene: PlanCost, per_worker: bool = False) -> Prediction:
     """Predict one step of a plan whose stages are priced.
 
     Equal workers are simulated once: one of each stage, unless workers share cores or their devices differ.
 
     Args:
         scene: costs of the plan's stages.
-        every: whether every worker has a lane (up to :data:`LANES`), even where they are equal.
+        per_worker: whether every worker has a lane (up to :data:`LANES`), even where they are equal.
     """
     basis, partition, plan, batch = scene.basis, scene.partition, scene.plan, scene.batch
     alone, served = plan.sync.every > 1 and plan.data > 1, plan.sync.has_servers
     ranks = range(plan.workers)
     # One lane per stage is exact only if workers are interchangeable: same devices, no shared cores.
     unlike = len(basis.cluster.devices(ranks)) > 1 or basis.cluster.cores(0) is not None
-    single = (every or unlike) and plan.workers <= LANES
+    single = (per_worker or unlike) and plan.workers <= LANES
     lanes = tuple(ranks) if single else _distinct_ranks(plan)
     doing = TaskBuilder(scene, lanes)
     by_rank = _lower_programs(scene, partition, None if single else lanes)

@@ -29,7 +29,7 @@ class WeightHalves:
     """The calls of a sharded graph whose weight gradient may come later, in the second half of a backward pass.
 
     Args:
-        graph: the captured graph.
+        graph: the captured graph, before any sharding.
         view: operators of its nodes as placements see them, with the inputs that each reads.
         splits: strategies and source placements by axis name; empty for an unsharded graph.
     """

@@ -83,14 +83,14 @@ def derive_composition(graph: Graph, per_sample: Collection[str] = (), *, counti
             "model" for all.
         counting: whether the proof may ask for whole-batch statistics and rescalings; they are returned.
     """
-    known = _known_compositions(graph)
+    derivations = _known_compositions(graph)
     # What is declared matters only where something is not proven without.
-    key = None if (None, counting) in known else frozenset(per_sample)
-    if (key, counting) not in known:
+    key = None if (None, counting) in derivations else frozenset(per_sample)
+    if (key, counting) not in derivations:
         derivation = _derive_composition(graph, per_sample, counting)
-        known[frozenset(per_sample) if derivation.unproven else None, counting] = derivation
+        derivations[frozenset(per_sample) if derivation.unproven else None, counting] = derivation
         return derivation
-    return known[key, counting]
+    return derivations[key, counting]
 
 
 @once_per_graph

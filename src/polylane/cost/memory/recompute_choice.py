@@ -85,10 +85,10 @@ class SavedValues:
     @cached_property
     def _made_by(self) -> dict[str, list[Key]]:
         """The values that each node makes."""
-        made = defaultdict[str, list[Key]](list)
+        keys = defaultdict[str, list[Key]](list)
         for key, maker in self.makers.items():
-            made[maker].append(key)
-        return made
+            keys[maker].append(key)
+        return keys
 
     @cached_property
     def views(self) -> dict[Key, list[str]]:
@@ -251,14 +251,13 @@ def drop_regions(values: SavedValues, regions: Sequence[Collection[str]]) -> Dro
     for number, region in enumerate(regions):
         for name in region:
             regions_of[name].add(number)
-    inside = dict(regions_of)
     leaving = {
         name
         for node in values.graph.nodes
         for name in node.inputs
-        if name in inside and not inside[name] <= inside.get(node.name, set())
+        if not regions_of.get(name, set()) <= regions_of.get(node.name, set())
     }
-    return values.drop(inside, leaving)
+    return values.drop(regions_of, leaving)
 
 
 def drop_by_mode(values: SavedValues, mode: str) -> DroppedTensors:
