@@ -132,7 +132,7 @@ class StageRunner:
 
     def precision_context(self) -> AbstractContextManager[Any]:
         """Return the context manager in which the stage's operators run: autocast, or nothing."""
-        return autocast_to(self.autocast, self.device.type)
+        return nullcontext() if self.autocast is None else autocast_to(self.autocast, self.device.type)
 
     def run_code(self, inputs: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice) -> tuple[Any, ...]:
         """Run the stage's code on one microbatch; return the outgoing values, then the parts of the loss."""
