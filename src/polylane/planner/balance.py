@@ -44,9 +44,11 @@ class BalancedCuts:
         count = len(times)
         self._places = np.arange(count)
         self._least = np.where(self._places == count - 1, 0.0, np.inf)  # least cost from every position to the end
-        self._found: list[tuple[float, NDArray[np.int64]]] = []  # by stages: cost, and first stage's end
+        # A search keeps the cuts of hundreds of plans: positions take two bytes each where that is enough.
+        self._place_type = np.int16 if count < np.iinfo(np.int16).max else np.int64
+        self._found: list[tuple[float, NDArray[np.signedinteger]]] = []  # by stages: cost, and first stage's end
         # By stages from the end: the farthest end of a stage from every position, and where that many begin at best.
-        self._max_ends: list[NDArray[np.int64]] = []
+        self._max_ends: list[NDArray[np.signedinteger]] = []
         self._first_starts = [count - 1]
 
     def cut_into(self, stages: int) -> list[int] | None:
@@ -78,7 +80,7 @@ class BalancedCuts:
         for number in range(len(self._max_ends) + 1, stages + 1):
             memory = self._memory(number)
             max_ends = np.searchsorted(memory, memory + self._limit, side="right") - 1
-            self._max_ends.append(max_ends)
+            self._max_ends.append(max_ends.astype(self._place_type))
             self._first_starts.append(int(np.searchsorted(max_ends, self._first_starts[-1])))
         return all(ends[-k] <= self._max_ends[k - 1][ends[-k - 1]] for k in range(1, stages + 1))
 
@@ -88,7 +90,7 @@ class BalancedCuts:
             costs[self._places[None, :] > self._max_ends[stages - 1][:, None]] = np.inf
         choice = np.argmin(costs, axis=1)
         self._least = costs[self._places, choice]
-        self._found.append((float(self._least[0]), choice))
+        self._found.append((float(self._least[0]), choice.astype(self._place_type)))
 
 
 # Plans are rated by their times, not by their stages: those of the same times follow each other, more or less.
