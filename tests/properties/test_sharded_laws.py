@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from math import ceil
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from polylane.plan.plan import Plan
 from polylane.plan.sync import SyncOptions
 from polylane.runtime.connections.shard_groups import cross_shard_group, shard_group
 from polylane.runtime.parameters.zero_units import ShardUnit, build_all_units
+from polylane.runtime.transport.pending_work import is_filled
 from polylane.schedule.action import ActionKind
 from tests.properties.test_program_laws import Lowered, any_lowereds
 
@@ -30,8 +32,10 @@ def test_parts_follow_one_another_and_leave_nothing_out(elements: list[int], ran
     for bounds in (even, owned):
         assert len(bounds) == ranks and bounds[0][0] == 0 and bounds[-1][1] == sum(elements)
         assert all(a[1] == b[0] for a, b in pairwise(bounds))
+    # No rank holds more than it must, and padded to the longest the shards are one behind the other: no copy joins them.
     sizes = [end - begin for begin, end in even]
-    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) == ceil(sum(elements) / ranks)
+    assert is_filled(sizes, max(sizes))
 
 
 def sharded(lowered: Lowered, within: int | None) -> Plan:
