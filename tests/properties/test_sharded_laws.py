@@ -32,7 +32,7 @@ def test_parts_follow_one_another_and_leave_nothing_out(elements: list[int], ran
     for bounds in (even, owned):
         assert len(bounds) == ranks and bounds[0][0] == 0 and bounds[-1][1] == sum(elements)
         assert all(a[1] == b[0] for a, b in pairwise(bounds))
-    # No rank holds more than it must, and padded to the longest the shards are one behind the other: no copy joins them.
+    # No rank holds more than it must; padded to the longest, shards are one behind the other: no copy joins them.
     sizes = [end - begin for begin, end in even]
     assert max(sizes) == ceil(sum(elements) / ranks)
     assert is_filled(sizes, max(sizes))
