@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu.setting import Row, Setting, synchronize
 from polylane.runtime.transport.pending_work import view_as_bytes, view_as_real
-from polylane.runtime.workers.world import backend_of_device, make_nccl_options
+from polylane.runtime.workers.world import backend_of_device, make_group_options
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64)
 ELEMENTS = (2, 1 << 20)
@@ -20,7 +20,7 @@ ELEMENTS = (2, 1 << 20)
 def measure(setting: Setting, device: torch.device) -> list[Row]:
     """Run each operation for each dtype; runs in one worker."""
     backend = backend_of_device(device)
-    options = make_nccl_options() if backend == "nccl" else None
+    options = make_group_options(backend)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, pg_options=options)
     group = dist.group.WORLD
     assert group is not None

@@ -141,6 +141,22 @@ def test_launches_of_an_asynchronous_pipeline_have_one_order(
     assert not any(count_messages(launches).values())
 
 
+@pytest.mark.parametrize("replicas", [(1, "split"), (2, "round-robin"), (4, "round-robin")])
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+@pytest.mark.parametrize("stages", [8, 12, 24])
+def test_long_pipelines_come_to_a_steady_step(stages: int, schedule: str, replicas: tuple[int, Any]) -> None:
+    """With as few microbatches as the plan takes, a batch is under way for the most steps."""
+    partition, data = Partition(chain(stages), tuple(range(1, stages))), replicas[0]
+    fewest = data if schedule == "pipedream" else data * stages
+    spec = Spec(pipeline=stages, schedule=schedule, data=data, replicas=replicas[1])
+    plan = plan_from_partition(partition, spec, fewest)
+    programs = order_steady_meetings(lower(partition, plan), plan)
+    delay = max(action.steps_back for program in programs for action in program.actions)
+    launches = [list(launches_of_steps(program, 2 * delay + 2, delay)) for program in programs]
+    assert nx.is_directed_acyclic_graph(launch_graph(launches))
+    assert not any(count_messages(launches).values())
+
+
 def test_posting_two_passes_ahead_has_no_order() -> None:
     """What gloo's receives may do would be a circle: the law finds it."""
     partition = Partition(chain(4), (1, 2, 3))

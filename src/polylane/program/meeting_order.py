@@ -32,8 +32,9 @@ from polylane.schedule.action import PASSES, Action, ActionKind
 # Durations of passes in the play.
 DURATIONS = {kind: 2.0 if kind is ActionKind.BACKWARD else 1.0 for kind in PASSES}
 
-# Steps of an asynchronous pipeline that are played before the one that stands for all. Steps are alike by then: each
-# takes the time of the stage with the most passes, and a stage that is ahead has come to wait for it.
+# Steps of an asynchronous pipeline that are played before the one that stands for all: so many, and twice as many as a
+# batch is under way. Steps are alike by then: each takes the time of the stage with the most passes, and a stage that
+# is ahead has come to wait for it. That each message is posted once in the step is checked.
 STEADY_STEPS = 8
 END_OF_STEP = "end of step"
 # What ranks begin together: passes, and the sums of gradients behind them.
@@ -69,9 +70,12 @@ def order_steady_meetings(programs: Sequence[Program], plan: Plan) -> tuple[Prog
         RuntimeError: messages that do not match, actions that wait for each other, or a message of a full pipeline
             that is not posted once in a step.
     """
-    places, unrolled, earliest = place_unrolled(programs, plan, STEADY_STEPS), list[Program](), dict[Place, int]()
+    delay = max(action.steps_back for program in programs for action in program.actions)
+    steady = STEADY_STEPS + 2 * delay
+    places, unrolled, earliest = place_unrolled(programs, plan, steady + 1), list[Program](), dict[Place, int]()
     last_step = max(step for of_rank in places.values() for step, _ in of_rank)
-    for program, long_program in zip(programs, unroll(programs, plan, STEADY_STEPS), strict=True):
+    for program, long_program in zip(programs, unroll(programs, plan, steady + 1), strict=True):
+        # The actions of each step, each with where it comes from, and the sum of all ranks' losses at its end.
         rows: list[list[tuple[Action, tuple[int, int]]]] = [[] for _ in range(last_step + 1)]
         for action, (step, index) in zip(long_program.actions, places[program.rank], strict=True):
             rows[step].append((action, (step, index)))
@@ -81,13 +85,15 @@ def order_steady_meetings(programs: Sequence[Program], plan: Plan) -> tuple[Prog
             row.append((Action(ActionKind.REDUCE, program.stage, step, END_OF_STEP), (step, len(program.actions))))
         unrolled.append(replace(program, actions=tuple(action for row in rows for action, _ in row)))
         places[program.rank] = [origin for row in rows for _, origin in row]
+        # The executor posts what belongs to a batch that has begun.
         for position, (step, index) in enumerate(places[program.rank]):
             if index < len(program.actions):
                 earliest[program.rank, position] = begins[step - program.actions[index].steps_back]
     play = _MeetingPlay(unrolled, earliest)
     play.run()
-    full = STEADY_STEPS - 1
-    return tuple(_fold_meetings(program, places[program.rank], play.posted[program.rank], full) for program in programs)
+    return tuple(
+        _fold_meetings(program, places[program.rank], play.posted[program.rank], steady) for program in programs
+    )
 
 
 def _fold_meetings(

@@ -120,8 +120,8 @@ class Job(JobWeights, JobEvaluations, JobCheckpoints, JobTelemetry):
         else:
             self._role = ServingRole(prepared, world, clip_norm)
         self._rank, self.world = world.rank, self._role.world
-        ends_by_itself = not (self.plan.sync.has_servers or self.world.is_ordered)
-        self._at_exit = None if ends_by_itself else CloseAtExit(self.close)
+        has_servers = self.plan.sync.has_servers
+        self._at_exit = CloseAtExit(self.close, has_servers) if has_servers or self.world.is_ordered else None
 
     def _resolve_objective(self, name: str | None) -> str:
         if name is not None and name not in self._objectives:

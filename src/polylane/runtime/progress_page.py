@@ -22,7 +22,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 from typing import Any, Protocol, TypeVar
@@ -260,15 +260,15 @@ class ProgressWriter(Progress):
         while True:
             self.words[BEAT_WORD] = time.monotonic_ns()
             time.sleep(BEAT_SECONDS)
-            self._note_device()
+            with suppress(RuntimeError):  # the main thread raises what has failed there; the heart goes on
+                self._note_device()
             if self.calls is not None:
                 self.calls.note_collective()
                 self.calls.obey()
 
     def _note_device(self) -> None:
         """Say the first operation that the device has not ended: whose partners it waits for."""
-        started = self._started
-        if started and self.device is not None:  # that of a new thread is the host's first one
+        if (started := self._started) and self.device is not None:  # that of a new thread is the host's first one
             torch.accelerator.set_device_index(self.device)
         while started and started[0][1].is_completed():
             started.popleft()

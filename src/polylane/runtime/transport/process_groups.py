@@ -10,7 +10,7 @@ from functools import partial
 import torch.distributed as dist
 
 from polylane.runtime.transport import protocol
-from polylane.runtime.workers.world import TIMEOUT, World, make_nccl_options
+from polylane.runtime.workers.world import TIMEOUT, World, make_group_options
 
 # What a process group is for, in its description, which NCCL's logs and recordings show.
 GROUP, CHANNEL = "group", "channel"
@@ -48,7 +48,8 @@ class ProcessGroups:
             description: what it is for; the channels of NCCL have few thread blocks.
         """
         is_member, is_part = dist.get_rank() in ranks, self.world.group is not None
-        options = make_nccl_options(CHANNEL_BLOCKS if description == CHANNEL else None) if backend is None else None
+        most_blocks = CHANNEL_BLOCKS if description == CHANNEL else None
+        options = make_group_options(backend or self.world.backend, most_blocks)
         make = self.world.new_part_group if is_part else partial(dist.new_group, timeout=TIMEOUT)
         label = f"{description} {list(ranks)}"
         group: dist.ProcessGroup = make(list(ranks), backend=backend, pg_options=options, group_desc=label)

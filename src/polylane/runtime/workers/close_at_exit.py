@@ -26,12 +26,14 @@ class CloseAtExit:
     """Closes a job when the interpreter ends, before the process group is destroyed.
 
     Args:
-        close: closes the job; a collective of all workers.
+        close: closes the job, of which it is a method; a collective of all workers.
+        keeps_job: whether the job stays until then though nobody refers to it: threads of its servers need their end.
+            Another one that is dropped is freed, with its model.
     """
 
-    def __init__(self, close: Callable[[], None]) -> None:
-        # Not the job itself: this would keep it, with its model, until the interpreter ends.
-        self._close, self._is_abandoned = weakref.WeakMethod(close), False
+    def __init__(self, close: Callable[[], None], keeps_job: bool) -> None:
+        self._close = (lambda: close) if keeps_job else weakref.WeakMethod(close)
+        self._is_abandoned = False
         atexit.register(self._end)
 
     def abandon(self) -> None:

@@ -129,7 +129,7 @@ class World:
             rank=rank,
             world_size=size,
             timeout=timeout,
-            pg_options=make_nccl_options() if backend == "nccl" else None,
+            pg_options=make_group_options(backend),
         )
         workers = PrefixStore("workers", store)
         world = cls(rank, size, launch.local_rank, device, backend, is_joined=True, store=workers)
@@ -156,7 +156,7 @@ class World:
                     rank=self.rank,
                     world_size=self.size,
                     timeout=TIMEOUT,
-                    pg_options=make_nccl_options() if self.backend == "nccl" else None,
+                    pg_options=make_group_options(self.backend),
                 )
             except RuntimeError as error:
                 if "Unable to find address" not in str(error):
@@ -228,7 +228,7 @@ class World:
         if size == self.size:
             return self
         self.connect()
-        group = dist.new_group(list(range(size)), timeout=TIMEOUT)
+        group = dist.new_group(list(range(size)), timeout=TIMEOUT, pg_options=make_group_options(self.backend))
         if self.rank >= size:
             return replace(self, size=size, group=None)
         self.authenticate_group(group)
@@ -285,13 +285,14 @@ def is_ordered() -> bool:
     return _started is not None and _started.is_ordered
 
 
-def make_nccl_options(most_blocks: int | None = None) -> Any:
-    """Return the options of a process group over NCCL; None where torch has been built without it.
+def make_group_options(backend: str | None, most_blocks: int | None = None) -> Any:
+    """Return the options of a process group by its backend; None for others than NCCL.
 
     Args:
+        backend: c10d backend of the group.
         most_blocks: the most thread blocks of one of its kernels; None: as many as NCCL takes.
     """
-    if not dist.is_nccl_available():
+    if backend != "nccl":
         return None
     # Kernels of communication are few and wait for others: behind a queue of large matmuls they would make these wait.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

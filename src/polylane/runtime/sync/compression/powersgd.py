@@ -119,6 +119,7 @@ class PowerSGDCompressor(compressor.GradientCompressor):
     def restore_state(self, objective: str, local_model: LocalModel, replica: int, saved: SavedState) -> None:
         self.error_feedback.restore_state(objective, local_model, replica, saved)
         self._steps, self._directions = saved.plain.get(f"powersgd/{objective}", 0), {}
+        self._checks.clear()  # of the directions that were there
         for name in local_model.local_names() & local_model.tensors.parameters().keys():
             key = self._name_of(objective, name, local_model)
             if saved.has(key):  # else it is of another cut of the parameter, or of another rank: it starts anew
