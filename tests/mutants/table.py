@@ -710,9 +710,9 @@ MORE = [
     ),
     Mutant(
         "loop-forgets-earlier-passes", "in a user's own loop only the last backward pass before a step counts",
-        "runtime.data_parallel:DataParallel._reduce_gradients",
-        "grad.clone() if old_grad is None else old_grad + grad",
-        "grad.clone()",
+        "runtime.data_parallel:DataParallel._sum_pass",
+        "gradient if summed.earlier is None else summed.earlier + gradient",
+        "gradient",
         "tests/distributed/test_replicas.py", unseen="a user's own loop is not what a proof runs",
     ),
     Mutant(

@@ -35,9 +35,8 @@ WHOLE = (
 ON_THE_CPU = {
     "telemetry.py <genexpr> __float__",
     "sync_batch_norm.py forward __bool__",
-    "plain_objects.py _check_length __int__",
-    "plain_objects.py _decode_value cpu",
-    "plain_objects.py _decode_value numpy",
+    "plain_objects.py _gather_rows cpu",
+    "plain_objects.py _gather_rows numpy",
 }
 
 

@@ -290,7 +290,7 @@ def build_buckets(
     for holders, axes, alone in sorted(classes, key=lambda key: (len(key[0]), key[0], [-s for s in key[2]], key[1])):
         label = f"stage{'-'.join(map(str, alone))}" if alone else "tied" + "-".join(map(str, holders))
         groups, silent = _reduction_groups(plan, holders, axes, targets)
-        for number, names in enumerate(_fill_buckets(graph.parameters, classes[holders, axes, alone], sparse)):
+        for number, names in enumerate(fill_buckets(graph.parameters, classes[holders, axes, alone], sparse)):
             name = ".".join([label, *dict.fromkeys(a for stage_axes in axes for a in stage_axes), str(number)])
             buckets += [GradientBucket(name, ranks, names, silent, names[0] in sparse) for ranks in groups]
     return tuple(buckets)
@@ -359,12 +359,15 @@ def differentiable_parameters(graph: Graph) -> set[str]:
     return {name for name in parameters if graph.parameters[name].trainable}
 
 
-def _fill_buckets(
-    parameters: Mapping[str, TensorInfo], names: Sequence[str], sparse: Collection[str]
+def fill_buckets(
+    parameters: Mapping[str, TensorInfo], names: Sequence[str], sparse: Collection[str] = ()
 ) -> list[tuple[str, ...]]:
     """Fill buckets with names in order: each of one dtype, and at most :data:`BUCKET_BYTES` unless it has one name.
 
-    A sparse gradient has a bucket of its own.
+    Args:
+        parameters: sizes and dtypes by name.
+        names: names of parameters, in the order of their gradients.
+        sparse: names of parameters with sparse gradients, each of which has a bucket of its own.
     """
     groups: list[list[str]] = []
     size, kind = 0, ""

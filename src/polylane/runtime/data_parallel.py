@@ -23,7 +23,7 @@ from polylane.runtime.parameters import broadcast as weights
 from polylane.runtime.progress.script_calls import collective
 from polylane.runtime.progress.script_watch import ScriptOnHang, watch_script
 from polylane.runtime.progress.watched_transport import watch_transports
-from polylane.runtime.sync.all_reduce import match_strides
+from polylane.runtime.sync.pass_sums import PassSums
 from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.workers.world import World
 
@@ -73,13 +73,13 @@ class DataParallel:
         for model in models:
             model.to(self.world.device)
         self._part, self._trials = SampleSlice(1, batch=1), ReadTrials(self.world.rank == 0)
-        self._earlier_gradients: dict[int, Tensor | None] = {}
         self._seeded, self._completing, self._passes = False, False, 0
         self._named = {str(i): parameter for i, parameter in enumerate(self._parameters)}
         self._hooks, self._of_hooks = GradientHooks(self._named), dict[str, Tensor | None]()
-        for index, parameter in enumerate(self._parameters):
+        self._sums = PassSums(self._named, self._transport)
+        for name, parameter in self._named.items():
             if parameter.requires_grad:
-                parameter.register_hook(OwnHook(self._make_grad_hook(index)))
+                parameter.register_hook(OwnHook(self._make_grad_hook(name)))
         if self.world.size > 1:
             # Rank 0's weights count: replicas must begin equal, since only gradients are summed from then on.
             named = {
@@ -223,6 +223,9 @@ class DataParallel:
             gradient: the user's own seed; None for a scalar loss.
             args, kwargs: further arguments of ``Tensor.backward``.
         """
+        if self._seeded:  # inside of a backward pass, as checkpoints call it: what it starts from is scaled already
+            loss.backward(gradient, *args, **kwargs)
+            return
         share = self._part.weight * self._part.samples / self._part.batch
         start = torch.ones_like(loss) if gradient is None else gradient
         seed = start * share
@@ -235,16 +238,22 @@ class DataParallel:
             self._complete_hooked()
 
     def _sum_pass(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass, and add the sums of its gradients to those of earlier passes."""
+        self._sums.begin()
         self._seeded = True
         try:
             loss.backward(*args, **kwargs)
         except BaseException:
-            for index, grad in self._earlier_gradients.items():  # nothing was summed: restore what was set aside
-                self._parameters[index].grad = grad
-            self._earlier_gradients = {}
+            self._sums.abandon()
             raise
         finally:
             self._seeded = False
+        for summed in self._sums.end():
+            parameter, gradient = self._named[summed.name], summed.gradient
+            if summed.name in self._hooks.taken:
+                parameter.grad, self._of_hooks[summed.name] = gradient, summed.earlier
+                continue
+            parameter.grad = gradient if summed.earlier is None else summed.earlier + gradient
 
     def _complete_hooked(self) -> None:
         """Give the summed gradients to the user's hooks, and add what these make of them to those of earlier passes."""
@@ -256,17 +265,10 @@ class DataParallel:
         finally:
             self._completing = False
 
-    def _make_grad_hook(self, index: int) -> Any:
-        def note(grad: Tensor) -> None:
-            if not self._seeded:  # from torch.autograd.grad, whose results are not summed
-                return
-            # The engine calls it once, at the end of this backward pass, when all gradients are accumulated.
-            if not self._earlier_gradients:
-                torch.autograd.Variable._execution_engine.queue_callback(self._reduce_gradients)
-            parameter = self._parameters[index]
-            if index not in self._earlier_gradients:
-                self._earlier_gradients[index] = parameter.grad
-                parameter.grad = None
+    def _make_grad_hook(self, name: str) -> Any:
+        def note(_: Tensor) -> None:
+            if self._seeded:  # else it is from torch.autograd.grad, whose results are not summed
+                self._sums.set_aside(name)
 
         return note
 
@@ -275,38 +277,6 @@ class DataParallel:
             raise PolylaneError(
                 "replicas: call loss.backward() inside the loop over batches(); nothing else is summed over them"
             )
-
-    def _reduce_gradients(self) -> None:
-        """Sum this backward pass's gradients over all replicas, at its end."""
-        earlier, self._earlier_gradients = self._earlier_gradients, {}
-        # Which parameters got a gradient may differ: the user's Python decides on each replica's own samples.
-        reached = torch.zeros(len(self._parameters), dtype=torch.int32, device=self.world.device)
-        reached[list(earlier)] = 1
-        everyone = range(self.world.size)
-        self._transport.all_reduce(reached, everyone).wait()
-        indices = reached.nonzero().flatten().tolist()
-        pending = []
-        # One flat all-reduce for each dtype, in the same order on every worker; all are under way at once.
-        for dtype in sorted({str(self._parameters[i].dtype) for i in indices}):
-            bucket = [i for i in indices if str(self._parameters[i].dtype) == dtype]
-            grads = [self._parameters[i].grad if i in earlier else None for i in bucket]
-            flat = torch.cat(
-                [
-                    torch.zeros_like(self._parameters[i]).flatten() if g is None else g.flatten()
-                    for i, g in zip(bucket, grads, strict=True)
-                ]
-            )
-            pending.append((bucket, self._transport.all_reduce(flat, everyone)))
-        for bucket, transfer in pending:
-            pieces = transfer.wait().split([self._parameters[i].numel() for i in bucket])
-            for i, piece in zip(bucket, pieces, strict=True):
-                parameter = self._parameters[i]
-                old_grad = earlier.get(i, parameter.grad)
-                grad = match_strides(piece.view_as(parameter), parameter)
-                if str(i) in self._hooks.taken:
-                    parameter.grad, self._of_hooks[str(i)] = grad.clone(), old_grad
-                    continue
-                parameter.grad = grad.clone() if old_grad is None else old_grad + grad
 
 
 class _ScaledBackward(TorchFunctionMode):

@@ -19,6 +19,7 @@ from torch import Tensor
 from polylane.errors import PolylaneError
 from polylane.runtime.plain_data.serialization import decode, encode
 
+FIRST_BYTES = 1016  # bytes of a value that travel together with its length
 LONGEST = 1 << 40  # upper bound on bytes of an encoded value; a longer announced length is not from a worker
 INTRODUCTION = timedelta(seconds=60)  # timeout of the authentication of a new group, whose members just connected
 _PROOF_BYTES = 32  # of SHA-256, and of the random bytes that ask for a proof
@@ -26,16 +27,24 @@ _PROOF_BYTES = 32  # of SHA-256, and of the random bytes that ask for a proof
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's value, by rank in the group; a collective of the group."""
-    size, device = dist.get_world_size(group), _group_device(group)
-    content = _encode_value(value, device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([content.numel()], device=device), group=group)
-    # all_gather takes equal sizes: the lengths first, then all values padded to the longest.
-    longest = _check_length(torch.stack(lengths).max())
-    padded = torch.cat([content, content.new_zeros(longest - content.numel())])
-    parts = list(content.new_empty(size * longest).split(longest))
-    dist.all_gather(parts, padded, group=group)
-    return [_decode_value(part, length) for part, length in zip(parts, lengths, strict=True)]
+    data = encode(value)
+    # Most values are short: then one exchange does, in which each is behind its length.
+    rows = _gather_rows(len(data).to_bytes(8, "little") + data[:FIRST_BYTES].ljust(FIRST_BYTES, b"\0"), group)
+    lengths = [_check_length(int.from_bytes(row[:8], "little", signed=True)) for row in rows]
+    longest = max(lengths) - FIRST_BYTES
+    rests = _gather_rows(data[FIRST_BYTES:].ljust(longest, b"\0"), group) if longest > 0 else [b""] * len(rows)
+    return [decode((row[8:] + end)[:length]) for row, end, length in zip(rows, rests, lengths, strict=True)]
+
+
+def _gather_rows(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Return the bytes of every rank of a group, equally many of each."""
+    row = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_group_device(group))
+    table = row.new_empty(dist.get_world_size(group) * len(data))
+    members = group or dist.group.WORLD
+    assert members is not None
+    members.all_gather_single(table, row).wait()
+    content = table.cpu().numpy().tobytes()
+    return [content[start : start + len(data)] for start in range(0, len(content), len(data))]
 
 
 def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
@@ -48,9 +57,9 @@ def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = Non
         length = torch.zeros(1, dtype=torch.int64, device=device)
     dist.broadcast(length, group=group, group_src=source)
     if dist.get_rank(group) != source:
-        content = torch.empty(_check_length(length), dtype=torch.uint8, device=device)
+        content = torch.empty(_check_length(int(length)), dtype=torch.uint8, device=device)
     dist.broadcast(content, group=group, group_src=source)
-    return value if dist.get_rank(group) == source else _decode_value(content, length)
+    return value if dist.get_rank(group) == source else decode(content.cpu().numpy().tobytes())
 
 
 def authenticate_group(group: dist.ProcessGroup, secret: bytes, ranks: Sequence[int], rank: int) -> None:
@@ -120,12 +129,7 @@ def _encode_value(value: Any, device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(device)
 
 
-def _decode_value(data: Tensor, length: Tensor) -> Any:
-    return decode(data[: _check_length(length)].cpu().numpy().tobytes())
-
-
-def _check_length(announced_length: Tensor) -> int:
-    length = int(announced_length)
+def _check_length(length: int) -> int:
     if not 0 < length <= LONGEST:
         raise PolylaneError(f"another worker wants to send {length} bytes of a value: it is no worker of this job")
     return length
