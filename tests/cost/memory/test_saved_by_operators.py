@@ -23,6 +23,7 @@ from polylane.graph.capture.export import ModelWithLoss
 from polylane.graph.capture.self_check import placeholder_value, tensors_by_role
 from polylane.graph.graph import Graph
 from polylane.graph.nodes.sample_slice import SampleSlice
+from polylane.graph.operators import tiled_attention
 from tests.support import models, subsets
 from tests.support.reference.eager_and_captured import captured
 
@@ -186,6 +187,25 @@ def test_attention_keeps_what_the_kernel_of_the_device_keeps(setting: Any, own: 
     assert ("scaled_dot_product_attention" in kept_keys(node)) is output
     small = 32  # a generator's seed and offset
     assert own <= node.own_bytes <= own + small
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_attention_with_dropout_in_tiles_keeps_its_inputs_alone(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """What it needs meanwhile is the device's: a tile, of as many rows as suit it."""
+    monkeypatch.setattr(tiled_attention, "LEAST_SCORES", 0)
+    length = 1024
+
+    def dropped(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x * 2, x * 3, dropout_p=0.3)
+
+    _, keep = keeping(Of(dropped, HEADS, length, WIDE), (HEADS, length, WIDE), device=device)
+    node = only(keep, "scaled_dot_product_attention")
+    assert node.trial.is_known
+    assert not node.own_bytes and kept_keys(node) == {"mul", "mul#2", "mul#3"}  # x, x * 2, x * 3
+    size = {"cpu": tiled_attention._TILE, "cuda": tiled_attention.TILE_ELSEWHERE}[device]
+    tile = min(size, SAMPLES * HEADS * length * length)
+    gradients = 5 * SAMPLES * HEADS * length * WIDE * 4
+    assert 4 * tile < node.trial.forward_peak < node.trial.backward < 20 * tile + gradients
 
 
 def test_the_mathematics_of_attention_keeps_no_more_than_with_a_mask_of_its_own() -> None:

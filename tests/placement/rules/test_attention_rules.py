@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polylane.graph.nodes.sample_slice import SampleSlice
+from polylane.graph.operators import tiled_attention
 from polylane.graph.operators.keyed_random import attention as keyed
 from polylane.placement.kernels.block_attention import (
     AttentionQueries,
@@ -187,14 +188,18 @@ def test_odd_cuts_of_two_sequences(degree: int) -> None:
 
 
 @few
-@given(st.sampled_from([4, 2]), st.booleans(), masks, degrees)
-def test_dropped(few_heads: int, causal: bool, kind: str, degree: int) -> None:
+@given(st.sampled_from([4, 2]), st.booleans(), masks, degrees, st.booleans())
+def test_dropped(few_heads: int, causal: bool, kind: str, degree: int, in_tiles: bool) -> None:
     args = [tensor(2, 4, 5, 3), tensor(2, few_heads, 5, 3), tensor(2, few_heads, 5, 3, seed=1)]
     part = SampleSlice(2, first=2, batch=4, step=3, seed=5)
     call = [part, 77, 0, *args, mask_of(kind, 4, 5, 5), 0.4, causal]
     cuts = {("in", 0, 1): [uneven(4, degree)], ("in", 0, 2): [odd(5, degree)[-1]]}
     options = {"enable_gqa": few_heads < 4}
-    found = names(check(keyed, call, options, degree=degree, op=OP, part=part, cuts=cuts))
+    with pytest.MonkeyPatch.context() as patch:
+        if in_tiles:  # of two rows
+            for name, value in (("LEAST_SCORES", 0), ("_TILE", 8), ("_LEAST_ROWS", 2)):
+                patch.setattr(tiled_attention, name, value)
+        found = names(check(keyed, call, options, degree=degree, op=OP, part=part, cuts=cuts))
     assert found >= {"batch", "heads", "query positions"}
     assert not any("ring" in name or "keys" in name for name in found)
 

@@ -19,7 +19,9 @@ from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.capture.python.python_operators import FunctionCall
 from polylane.graph.nodes.facts import UnderSetting, unwrap_settings
 from polylane.graph.nodes.sample_slice import SampleSlice
+from polylane.graph.operators.keyed_random import attention as dropped_attention
 from polylane.graph.operators.sync_batch_norm import SyncStatistics, batch_norm
+from polylane.graph.operators.tiled_attention import TILE_ELSEWHERE
 from polylane.graph.python_state.module_copies import copy_module
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention
@@ -91,6 +93,8 @@ def make_runnable(target: Any, device: str, fused: bool, shared: bool) -> Callab
         runnable = wrapper
     elif target is torch.ops.aten.scaled_dot_product_attention.default and (device == "cuda" or not fused):
         runnable = functools.partial(_attention, fused)
+    elif target is dropped_attention and device == "cuda":
+        runnable = functools.partial(dropped_attention, tile=TILE_ELSEWHERE)
     return runnable
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from polylane.cost.operators.demand import LocalCall, Operation, PassDemand, Product, Shape
+from polylane.graph.operators.tiled_attention import are_many_scores
 
 
 def _product(
@@ -125,8 +126,9 @@ def convolution(local: LocalCall) -> Operation | None:
 
 
 # Reads and writes of the scores in attention with dropout, forward and backward: product, mask, softmax, dropout,
-# product.
+# product. In tiles the backward pass begins with the first four of them again.
 OVER_SCORES = (8, 11)
+OVER_TILES = (8, 18)
 
 
 def attention(local: LocalCall) -> Operation | None:
@@ -146,16 +148,19 @@ def attention(local: LocalCall) -> Operation | None:
 
 
 def _attention_with_scores(local: LocalCall, query: Shape, key: Shape, value: Shape) -> Operation:
-    """Return the demand of unfused attention: dropout is drawn by key, which no fused kernel supports."""
+    """Return the demand of attention in operators: dropout is drawn by key, which no fused kernel supports."""
     heads, rows, columns = math.prod(query[:-2]), query[-2], key[-2]
-    scores = heads * rows * columns * local.first_itemsize
-    score_product = Product(rows, columns, query[-1], batch=heads, row_elements=query[-1])
-    second = Product(rows, value[-1], columns, batch=heads, row_elements=value[-1])
-    forward_bytes, back = (times * scores for times in OVER_SCORES)
+    is_causal = bool(local.call.arguments.get("is_causal"))
+    in_tiles = are_many_scores((heads, rows, columns), is_causal)
+    share = 0.5 if is_causal and in_tiles else 1.0  # tiles leave out keys that come later than all their queries
+    scores = share * heads * rows * columns * local.first_itemsize
+    score_product = Product(rows * share, columns, query[-1], batch=heads, row_elements=query[-1])
+    second = Product(rows * share, value[-1], columns, batch=heads, row_elements=value[-1])
+    forward_bytes, back = (times * scores for times in (OVER_TILES if in_tiles else OVER_SCORES))
     forward = PassDemand((score_product, second), local.bytes_read + local.bytes_written + forward_bytes, kernels=5)
     moved = local.bytes_read + 2 * local.bytes_written + local.input_gradient_bytes + back
-    backward = PassDemand((score_product, score_product, second, second), moved, kernels=8)
-    return local.operation("matmul", forward, backward)
+    back_products = (score_product, score_product, second, second, *[score_product] * in_tiles)
+    return local.operation("matmul", forward, PassDemand(back_products, moved, kernels=8 + 3 * in_tiles))
 
 
 def recurrent(local: LocalCall) -> Operation | None:

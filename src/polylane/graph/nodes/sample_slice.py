@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -77,3 +77,28 @@ class SampleSlice:
     def count_loss_samples(self) -> int:
         """Number of samples over which the loss is a mean."""
         return self.loss_samples or self.batch or self.samples
+
+    def narrow(self, shape: Sequence[int], bounds: Mapping[int, tuple[int, int]]) -> SampleSlice:
+        """Return this slice for a box of a random value: only the box's numbers are drawn.
+
+        Args:
+            shape: local shape of the value, which may itself be a region of a whole one.
+            bounds: local positions of the box as (start, stop), by dimension; other dimensions are not cut.
+        """
+        cuts = {dim: (dim, size, spans) for dim, size, spans in self.region.cuts} if self.region else {}
+        for dim, (start, stop) in bounds.items():
+            if (start, stop) != (0, shape[dim]):
+                _, size, spans = cuts.get(dim, (dim, shape[dim], ((0, shape[dim]),)))
+                cuts[dim] = dim, size, _narrow_spans(spans, start, stop)
+        return replace(self, region=TensorRegion(tuple(cuts[dim] for dim in sorted(cuts))) if cuts else None)
+
+
+def _narrow_spans(spans: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[tuple[int, int], ...]:
+    """Return the positions that the start-th to the (stop-1)-th of the positions in ``spans`` are."""
+    parts, passed = [], 0
+    for low, high in spans:
+        begin, end = max(low, low + start - passed), min(high, low + stop - passed)
+        if begin < end:
+            parts.append((begin, end))
+        passed += high - low
+    return tuple(parts)

@@ -105,12 +105,13 @@ def _draw_all(out: Tensor, offset: int, keys: tuple[int, int]) -> None:
         else:
             x.copy_(torch.arange(low, low + size, device=x.device))  # the cast to int32 wraps, as intended
         _hash(x, scratch[:size], keys[0], _signed(keys[1] + high * _HIGH))
-        if _without_data(out):
+        if is_without_data(out):
             return  # fake tensors: one chunk shows the operators of all
         start += size
 
 
-def _without_data(tensor: Tensor) -> bool:
+def is_without_data(tensor: Tensor) -> bool:
+    """Return whether a tensor only stands for one: it is fake, or on the meta device."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
@@ -148,7 +149,7 @@ def _draw_region(
                 high = (rows[row_slice, None] + columns[None, column_slice]) >> 32
                 second_key = high.mul_(_HIGH).add_(keys[1]).to(torch.int32).view(-1)
             _hash(x.view(-1), scratch[: x.numel()], keys[0], second_key)
-            if _without_data(out):
+            if is_without_data(out):
                 return
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polylane.graph.operators.counter_rng import keep_mask, normal, uniform
+from polylane.graph.operators.tiled_attention import DroppedAttention, attend_in_tiles
 
 
 class _Masked(torch.autograd.Function):
@@ -80,21 +81,32 @@ def attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    tile: int | None = None,
 ) -> Tensor:
-    """aten.scaled_dot_product_attention with keyed dropout: softmax(Q K^T scale + mask), dropped, times V."""
+    """aten.scaled_dot_product_attention with keyed dropout: softmax(Q K^T scale + mask), dropped, times V.
+
+    Args:
+        tile: number of scores that are in memory at a time, where there are many; None: what suits the device.
+    """
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = (query * factor) @ key.transpose(-2, -1)
-    if is_causal:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~allowed, -math.inf)
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    # A row whose keys are all masked gives zeros, as torch's own operator does.
-    shares = scores.softmax(-1) if attn_mask is None else torch._safe_softmax(scores, -1)
-    return dropout(part, salt, batch_dim, shares, dropout_p, True) @ value
+
+    def attend_whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = (query * factor) @ key.transpose(-2, -1)
+        if is_causal:
+            allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            scores = scores.masked_fill(~allowed, -math.inf)
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        # A row whose keys are all masked gives zeros, as torch's own operator does.
+        shares = scores.softmax(-1) if attn_mask is None else torch._safe_softmax(scores, -1)
+        return dropout(part, salt, batch_dim, shares, dropout_p, True) @ value
+
+    call = DroppedAttention(part, salt, batch_dim, dropout_p, is_causal, factor, attend_whole, tile)
+    tiled = attend_in_tiles(call, query, key, value, attn_mask)
+    return attend_whole(query, key, value) if tiled is None else tiled
 
 
 def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
