@@ -11,6 +11,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 DEMO := examples/digits.py --workers 4 --plan data=2,pipeline=2
 EPOCHS ?= 4
 ZOO := $(VENV)-zoo
+KERNELS := $(VENV)/.kernels
 CHAOS_PLANS := data=2 pipeline=2 data=2,pipeline=2 tensor=2 data=2,shard=parameters data=2,servers=2 data=2,every=3 \
 	data=2,servers=1,staleness=2 pipeline=2,schedule=pipedream
 FAULTS ?= 200
@@ -60,8 +61,13 @@ test-workers: $(INSTALLED) ## The half of the tests that starts most workers
 test-alone: $(INSTALLED) ## The other half
 	@$(BIN)/python -m pytest -m "not slow" -p no:cacheprovider tests $(addprefix --ignore=,$(WORKERS))
 
-test-all: check ## All tests, the slow ones too
+test-all: check $(KERNELS) ## All tests, the slow ones too
 	@$(BIN)/python -m pytest
+
+$(KERNELS): $(INSTALLED)
+	@echo "Installing Triton, whose interpreter runs the kernels of GPUs: 290 MB"
+	@$(PIP) -c $(CONSTRAINTS) -e '.[kernels]'
+	@touch $@
 
 mutants: $(INSTALLED) ## Plant bugs, one at a time, which verify and the tests must notice (an hour); ARGS="--only dropped-send"
 	@$(BIN)/python -m tests.mutants --jobs 2 $(ARGS)

@@ -48,9 +48,12 @@ def _normalize(name: str) -> str:
 
 
 def test_the_library_imports_what_it_depends_on() -> None:
-    """And what its loggers write with, where they are used; TensorBoard's writer is torch's, which imports it."""
-    loggers = declared(PROJECT["optional-dependencies"]["loggers"]) - {"tensorboard"}
-    assert imported("src") == declared(PROJECT["dependencies"]) | loggers
+    """And what its loggers write with, where they are used (TensorBoard's writer is torch's, which imports it); and
+    Triton, where there is a GPU.
+    """
+    extras = PROJECT["optional-dependencies"]
+    optional = declared([*extras["loggers"], *extras["kernels"]]) - {"tensorboard"}
+    assert imported("src") == declared(PROJECT["dependencies"]) | optional
 
 
 def test_bridges_import_their_extras() -> None:
@@ -62,6 +65,6 @@ def test_extras_are_what_examples_benchmarks_and_tests_import() -> None:
     extras, own = PROJECT["optional-dependencies"], declared(PROJECT["dependencies"])
     assert imported("examples") - own == declared(extras["examples"])
     assert imported("benchmarks") - own == declared([*extras["zoo"], *extras["gpipe"]])
-    bridged = declared([*extras["transformers"], *extras["lightning"], *extras["loggers"]])
+    bridged = declared([*extras["transformers"], *extras["lightning"], *extras["loggers"], *extras["kernels"]])
     found = imported("tests") - own - declared(extras["examples"]) - declared(extras["zoo"]) - bridged
     assert found == declared(extras["test"]) - TOOLS

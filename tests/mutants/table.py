@@ -219,7 +219,7 @@ STATISTICS = [
     ),
     Mutant(
         "mask-of-another-sample", "every replica draws the masks of the batch's first samples",
-        "graph.operators.counter_rng:random_bits",
+        "graph.operators.counter_rng:_count",
         "part.first * (count // part.samples) if batch_dim is not None and part.samples else 0",
         "0",
         "tests/graph/operators/test_counter_rng.py",
@@ -404,7 +404,7 @@ SPLITS = [
     ),
     Mutant(
         "mask-of-another-region", "a part of a random value draws the numbers of the batch's first samples",
-        "graph.operators.counter_rng:_draw_region",
+        "graph.operators.counter_mixer:_draw_region",
         "_offsets(ranges[:inner], strides[:inner], out.device) + offset",
         "_offsets(ranges[:inner], strides[:inner], out.device)",
         "tests/graph/operators/test_counter_rng.py tests/placement/rules/test_random_rules.py", gpt="data=2,sequence=2",

@@ -12,23 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.graph.operators.counter_rng import keep_mask, normal, uniform
+from polylane.graph.operators.counter_rng import drop, keep_mask, normal, uniform
+from polylane.graph.operators.device_draws import apply_mask
 from polylane.graph.operators.tiled_attention import DroppedAttention, attend_in_tiles
 
 
-class _Masked(torch.autograd.Function):
-    """x * mask * scale; saves only the mask for backward."""
+class _Dropped(torch.autograd.Function):
+    """Dropout; saves only the mask for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, part: Any, salt: int, batch_dim: int | None, p: float) -> Tensor:
+        dropped, mask = drop(part, salt, p, x, batch_dim)
         ctx.save_for_backward(mask)
-        ctx.scale = scale
-        return (x * mask).mul_(scale)
+        ctx.scale = 1.0 / (1.0 - p)
+        return dropped
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (mask,) = ctx.saved_tensors
-        return (grads[0] * mask).mul_(ctx.scale), None, None
+        return apply_mask(grads[0], mask, ctx.scale), None, None, None, None
 
 
 def dropout(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: float, train: bool) -> Tensor:
@@ -37,7 +39,7 @@ def dropout(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: float, tr
         return x
     if p == 1.0:  # the scale 1 / (1 - p) would be infinite
         return x * 0.0
-    return _Masked.apply(x, keep_mask(part, salt, p, x.shape, batch_dim, x.device), 1.0 / (1.0 - p))  # type: ignore[no-any-return, no-untyped-call]
+    return _Dropped.apply(x, part, salt, batch_dim, p)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def feature_dropout(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: float, train: bool) -> Tensor:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.graph.operators.counter_rng import is_without_data, keep_mask
+from polylane.graph.operators.counter_mixer import is_without_data
+from polylane.graph.operators.counter_rng import keep_mask
 
 # Number of scores from which on tiles are no slower on a CPU (measured, forward and backward): of fewer, drawing twice
 # costs more than the caches save. The same on every device, so that all save the same tensors.
