@@ -77,6 +77,7 @@ QUICK = [
     pytest.param(
         "overhead.lengths", ["--plans", "data=1"], r"\| polylane data=1 \| [\d.]+ \|", marks=slow, id="lengths"
     ),
+    pytest.param("overhead.host_time", [], r"\| data=2 \| bucket, launched \| 1 \| \d+ \|", marks=slow, id="host_time"),
     pytest.param("memory.laws", [], r"\| 1f1b \| 2, 1 \| ([\d.]+ MiB) \| \1 \|", marks=slow, id="memory_laws"),
     pytest.param("memory.limit", [], r"\* by this plan: trains", marks=slow, id="memory_limit"),
     pytest.param("planner", ["--tasks", "digits"], "7 cases: median error", marks=slow, id="planner"),

@@ -289,7 +289,9 @@ def _count_writes(update: ObjectiveUpdate) -> int:
 
     Parts that the optimizer steps on do not count: a worker that has no part of a parameter could not write one.
     """
-    return sum(map(_READ_VERSION, update.full_parameters.values()))
+    # Those that are guarded for the script would be asked one by one.
+    with torch._C.DisableTorchFunctionSubclass():
+        return sum(map(_READ_VERSION, update.full_parameters.values()))
 
 
 def _digest_options(groups: Sequence[dict[str, Any]]) -> int:

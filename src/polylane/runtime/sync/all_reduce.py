@@ -124,16 +124,18 @@ class AllReducer:
         """Return this worker's contribution to a bucket: zeros where it has no gradient, or another rank gives it."""
         silent = self._transport.rank in bucket.zero_contributors
         parameters = [self._parameters[name] for name in bucket.parameters]
-        for name, parameter in zip(bucket.parameters, parameters, strict=True):
-            if parameter.grad is not None and parameter.grad.is_sparse and name in self._optional:
+        optional = tuple(name for name in bucket.parameters if name in self._optional)
+        for name in optional:
+            if (gradient := self._parameters[name].grad) is not None and gradient.is_sparse:
                 raise PolylaneError(
                     f"{name} gets a sparse gradient in Python code of its own that could not be captured, so that "
                     "replicas cannot add it up: make the embedding with sparse=False"
                 )
         # Of a table that is also read otherwise one rank may have the sparse summand of a dense gradient.
-        grads = tuple(torch.zeros_like(p) if p.grad is None or silent else densify(p.grad) for p in parameters)
+        grads = tuple(
+            torch.zeros_like(p) if silent or (gradient := p.grad) is None else densify(gradient) for p in parameters
+        )
         # A rank that contributes zeros also reports no gradient: another rank's flag stands for both.
-        optional = tuple(name for name in bucket.parameters if name in self._optional)
         had = [float(self._parameters[name].grad is not None and not silent) for name in optional]
         flags = HostStaging(grads[0].device).to_device(torch.tensor(had, dtype=grads[0].dtype))
         return BucketGradients(bucket.ranks, bucket.parameters, grads, optional, flags)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
+
+from polylane.graph.python_state.gradient_hooks import OwnHook, put_own_hook, remove_own_hook
 
 
 class BucketLauncher:
@@ -30,7 +31,6 @@ class BucketLauncher:
         self._early = [is_early and index < self._in_pass for index, is_early in enumerate(early)]
         self._missing: list[set[str]] = []
         self._next = 0
-        self._hooks: list[RemovableHandle] = []
 
     def begin(self, launch: Callable[[int], None]) -> None:
         """Register hooks on all parameters; called before a backward pass.
@@ -41,8 +41,7 @@ class BucketLauncher:
         self._missing, self._next = [set(bucket) for bucket in self._buckets], 0
         for index, bucket in enumerate(self._buckets):
             for name, parameter in bucket.items():
-                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient(index, name, launch))
-                self._hooks.append(hook)
+                put_own_hook(parameter, self, OwnHook(self._on_gradient(index, name, launch)))
 
     def _on_gradient(self, index: int, name: str, launch: Callable[[int], None]) -> Callable[[Tensor], None]:
         def complete(_: Tensor) -> None:
@@ -59,9 +58,9 @@ class BucketLauncher:
 
     def end(self, launch: Callable[[int], None]) -> None:
         """Remove the hooks and launch the remaining buckets but the late ones; called after the backward pass."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for bucket in self._buckets:
+            for parameter in bucket.values():
+                remove_own_hook(parameter, self)
         while self._next < self._in_pass:
             self._launch_next(launch)
 

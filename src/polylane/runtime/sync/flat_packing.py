@@ -18,7 +18,8 @@ def flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """
     if len(tensors) == 1 and tensors[0].is_contiguous():
         return tensors[0].detach().view(-1)
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    with torch.no_grad():
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def split_views(vector: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
