@@ -95,6 +95,13 @@ def test_the_same_measurements_on_the_cpu(tmp_path: Path):
     )
 
 
+@pytest.mark.slow
+def test_a_killed_training_is_resumed_to_the_unbroken_one(tmp_path: Path):
+    run_quickly(tmp_path, "--device", "cpu", "--only", "resuming")
+    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert [row["figures"]["weights"] for row in rows] == [0.0, 0.0]
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not build.can_build():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import families, prediction, report, teams
+from benchmarks.gpu import families, prediction, report, resuming, teams
 from benchmarks.gpu.setting import Row, Setting
 from benchmarks.harness import make_parser
 
@@ -68,6 +68,10 @@ def _measure(setting: Setting, subjects: list[str], folder: Path) -> list[Row]:
         steps = [row.figures["ms a step"] / 1e3 for row in rows if row.subject == "speed" and row.name == "polylane"]
         with teams.environment_of(setting) as environment:
             rows += prediction.measure(setting, folder, steps[0] if steps else None, environment)
+    if "resuming" in subjects:
+        print("resuming …", flush=True)
+        with teams.environment_of(setting) as environment, teams.environment_of(host) as without:
+            rows += resuming.measure(setting, folder, environment, without)
     return rows
 
 

@@ -12,7 +12,10 @@ from rich.table import Table
 
 from benchmarks.gpu.setting import Row, columns_of, format_figure
 
-SUBJECTS = ("equality", "dropout", "collectives", "families", "spans", "memory", "speed", "prediction", "several GPUs")
+SUBJECTS = (
+    *("equality", "dropout", "collectives", "families", "spans", "memory", "speed", "prediction", "resuming"),
+    "several GPUs",
+)
 
 
 def show(rows: Sequence[Row], machine: dict[str, Any]) -> None:
