@@ -1,4 +1,4 @@
-"""Floating-point precision inside a graph: autocast regions and dtypes, and promotion to float64 for verification."""
+"""Floating-point precision inside a graph: autocast regions, and promotion to float64 for verification."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from polylane.graph.batch import cast_tensor
-from polylane.graph.flops import shape_of
-from polylane.graph.graph import Graph
-from polylane.graph.interpreter import GraphInterpreter
 from polylane.graph.nodes.facts import UnderSetting, cast_value, op_name
-from polylane.graph.nodes.sample_slice import SampleSlice
 from polylane.graph.python_state.moved_module import data_replaced
 from polylane.graph.python_state.random_generators import generator_states, restore_generators
 
@@ -277,7 +272,7 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-# ---- dtypes under autocast: the graph is run once more on fake tensors ----
+# ---- autocast -----------------------------------------------------------------------------------------------------
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
@@ -288,54 +283,3 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
 def autocast_to(dtype: torch.dtype | None, device_type: str) -> AbstractContextManager[Any]:
     """Context manager: autocast to a dtype on a type of device, "cpu" or "cuda"; of None nothing."""
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
-
-
-def dtypes_under_autocast(graph: Graph, device_type: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype of every tensor value, by node name, when the graph runs under autocast to ``dtype``.
-
-    A node that cannot run without data (the user's own Python) keeps the dtype that capture saw.
-
-    Args:
-        graph: the captured graph, which is not changed.
-        device_type: torch's name of the device that autocast is for, "cpu" or "cuda".
-        dtype: the lower-precision dtype of the autocast region.
-    """
-    part = SampleSlice(graph.samples, batch=graph.samples, open_sizes=graph.code.nominal_sizes)
-
-    def bind(node: fx.Node) -> Any:
-        return part if node.meta["role"][0] == "part" else _without_data(node.meta["val"])
-
-    interpreter = _DtypeInterpreter(graph.code.fx, bind)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), torch.autocast(device_type, dtype=dtype):
-        interpreter.run()
-    return interpreter.dtypes
-
-
-class _DtypeInterpreter(GraphInterpreter):
-    """Records the dtype of every tensor; a node that cannot run without data gets the one that capture saw."""
-
-    def __init__(self, code: fx.Graph, bind: Callable[[fx.Node], Any]) -> None:
-        super().__init__(code, bind)
-        self.dtypes: dict[str, torch.dtype] = {}
-
-    def call_operator(self, node: fx.Node) -> Any:
-        value = self._value(node)
-        if isinstance(value, Tensor):
-            self.dtypes[node.meta["name"]] = value.dtype
-        return value
-
-    def _value(self, node: fx.Node) -> Any:
-        if node.meta["op"] in ("leaf", "function"):  # the user's own Python might keep fake tensors
-            return _without_data(node.meta.get("val"))
-        try:
-            return super().call_operator(node)
-        # Some operators have no fake implementation.
-        except Exception:
-            return _without_data(node.meta.get("val"))
-
-
-def _without_data(val: Any) -> Any:
-    """Return a node's value as empty tensors of the example's sizes."""
-    if isinstance(val, (list, tuple)):
-        return [_without_data(v) for v in val]
-    return torch.empty(shape_of(val), dtype=val.dtype, device="cpu") if isinstance(val, Tensor) else val

@@ -19,8 +19,9 @@ from polylane.cost.plan_cost import PlanCost
 from polylane.cost.simulator.schedule_tasks import simulate_replicas, simulate_schedule
 from polylane.cost.stage_cost import PassCosts
 from polylane.graph.batch import split_bounds
+from polylane.graph.operators.autocast_reads import dtypes_under_autocast
 from polylane.graph.partition import Partition
-from polylane.graph.precision import autocast_dtype, dtypes_under_autocast
+from polylane.graph.precision import autocast_dtype
 from polylane.inspection.graph_report import count_elements
 from polylane.observe.timeline import Timeline
 from polylane.placement.enumerate_strategies import enumerate_strategies

@@ -22,6 +22,9 @@ from polylane.runtime.pipeline.sample_witness import WitnessedCall, record_call,
 class StageHooks:
     """Context managers around a stage's passes, and around the writing of its code; these do nothing, ZeRO's do."""
 
+    def cast_weights(self, graph: fx.Graph) -> None:
+        """Have a graph read weights in the dtype of its passes where they are gathered in that."""
+
     def insert_gates(self, graph: fx.Graph) -> AbstractContextManager[None]:
         """Return a context manager in which a graph has further calls (all-gathers of sharded parameters)."""
         return nullcontext()

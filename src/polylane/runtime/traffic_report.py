@@ -86,9 +86,9 @@ def _trained_tensors(local_model: LocalModel, program: Program, hosts: Mapping[s
             leaves = hosts.get(name) != local_model.world.rank and pieces.speaks_for(name)
             only_replicas = set(bucket.ranks) == replicas
             item, ranks = parameters[name].itemsize, len(bucket.ranks)
-            tensors.append(
-                TrainedTensor(shape, item, ranks, only_replicas, leaves, _sparse_rows(local_model, program, bucket))
-            )
+            flat, rows = local_model.shards.buffer_of.get(name), _sparse_rows(local_model, program, bucket)
+            gathered_item = item if flat is None or flat.unit.cast is None else flat.unit.cast.itemsize
+            tensors.append(TrainedTensor(shape, item, ranks, only_replicas, leaves, rows, gathered_item))
     return tensors
 
 

@@ -23,6 +23,8 @@ class TrainedTensor:
         sparse_rows: most rows of a sparse gradient that the worker has in a step; None for an ordinary gradient.
         goes_to_server: whether its gradient leaves this worker's process for a parameter server: not if the server runs
             in the same process, or if another worker of the replica sends the same tensor.
+        gathered_itemsize: bytes of one element on its way to the passes of ZeRO-3, which gather what they cast anyway
+            in the dtype that they cast to; None: ``itemsize``.
     """
 
     shape: tuple[int, ...]
@@ -31,6 +33,7 @@ class TrainedTensor:
     only_replicas: bool = True
     goes_to_server: bool = True
     sparse_rows: int | None = None
+    gathered_itemsize: int | None = None
 
     @property
     def elements(self) -> int:
@@ -62,8 +65,8 @@ def compute_sync_bytes(
       2 n (p - 1) summed over all workers.
     * ZeRO-1 sends as much. ZeRO-2 reduce-scatters gradients in each of m backward passes, since no worker has memory
       for all of them, and gathers weights once: (m + 1) n (p - 1) / p. ZeRO-3 gathers weights in every forward and
-      every backward pass as well: 3 m n (p - 1) / p. With one microbatch these are the 1 and 1.5 times of Rajbhandari
-      et al. 2020, section 7.
+      every backward pass as well: 3 m n (p - 1) / p, and 2 m n (p - 1) / p for weights of float32 that the passes
+      cast to 16 bits. With one microbatch the former are the 1 and 1.5 times of Rajbhandari et al. 2020, section 7.
     * Local SGD averages weights in one of k steps: as much in that one, nothing in the others.
     * A worker sends n to parameter servers, which send n to each worker: 2 n p in all (Li et al., OSDI 2014). Traffic
       between a worker and a server in one process does not leave it: 2 n (p - 1) in all, and a worker that hosts
@@ -135,5 +138,8 @@ def _sharded_step_bytes(sync: SyncOptions, tensor: TrainedTensor, microbatches: 
     within = min(sync.within or tensor.ranks, tensor.ranks)
     within_bytes = tensor.nbytes * (within - 1) / within
     across = all_reduce_bytes(tensor.nbytes / within, tensor.ranks // within)
-    times = {"optimizer": 2, "gradients": microbatches + 1, "parameters": 3 * microbatches}[sync.shard]
+    if sync.shard == "parameters":
+        gathered = within_bytes * (tensor.gathered_itemsize or tensor.itemsize) / tensor.itemsize
+        return microbatches * (within_bytes + 2 * gathered) + across
+    times = 2 if sync.shard == "optimizer" else microbatches + 1
     return times * within_bytes + across

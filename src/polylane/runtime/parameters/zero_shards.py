@@ -48,7 +48,8 @@ class FlatBuffer:
         bounds: (begin, end) of each rank's shard in the buffer, in elements.
         shard: this worker's shard, 1-D; a view of ``full_buffer`` in ZeRO-1 and -2.
         optimizer_parts: what this worker updates of each parameter, by name; None for nothing of it.
-        full_buffer: all shards, 1-D; None while only the shard is held (ZeRO-3).
+        full_buffer: all shards, 1-D; None while only the shard is held (ZeRO-3). In a pass it may be in the dtype to
+            which the pass casts the parameters; these are released then.
         placeholder: scalar NaN that stands for released parameters, expanded to their shapes.
         views: (tensor, offset, shape) of every alias of the flat buffer: the parameter itself, and its detached
             constant if the code of a stage uses one.
@@ -74,15 +75,23 @@ class FlatBuffer:
         """Number of elements of each rank's shard."""
         return tuple(end - begin for begin, end in self.bounds)
 
-    def start_all_gather(self, transport: Transport) -> PendingTransfer:
-        """Start the all-gather of the shards; a collective of ``ranks``."""
-        return transport.all_gather(self.shard, self.ranks, self.sizes)
+    def start_all_gather(self, transport: Transport, dtype: torch.dtype | None = None) -> PendingTransfer:
+        """Start the all-gather of the shards, cast to a dtype or as they are; a collective of ``ranks``."""
+        return transport.all_gather(self.shard.to(dtype or self.shard.dtype), self.ranks, self.sizes)
 
     def attach_full(self, full_buffer: Tensor) -> None:
-        """Make all parameters and their aliases views of a full buffer, 1-D."""
+        """Make all parameters and their aliases views of a full buffer, 1-D, if it has their dtype."""
         self.full_buffer = full_buffer
+        if full_buffer.dtype != self.shard.dtype:
+            return
         for face, begin, shape in self.views:
             face.data = full_buffer[begin : begin + shape.numel()].view(shape)
+
+    def full_view(self, name: str) -> Tensor:
+        """Return a parameter's full value, as a view of the full buffer and in its dtype."""
+        assert self.full_buffer is not None
+        index = self.unit.parameters.index(name)
+        return self.full_buffer[slice(*self.spans[index])].view(self.parameters[index].shape)
 
     def store_shard(self, shard: Tensor) -> None:
         """Make the optimizer's parameters views of a shard, which has their values."""

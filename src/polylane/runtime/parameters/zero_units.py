@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+import torch
+
 from polylane.graph.graph import TensorInfo
 from polylane.plan.plan import Plan
+from polylane.program import lower
 from polylane.program.program import GradientBucket, Program
 from polylane.program.server_assignment import assign_longest_first
 from polylane.runtime.connections.shard_groups import shard_group
@@ -24,11 +27,13 @@ class ShardUnit:
         parameters: canonical names, in their order in the unit.
         owners: for parameters that the optimizer can only update as a whole, the index in the shard group of the rank
             that owns each, ascending; empty: the unit is cut evenly, regardless of where parameters begin.
+        cast: dtype to which passes cast all of its parameters, and in which they gather it; None: in its own.
     """
 
     name: str
     parameters: tuple[str, ...]
     owners: tuple[int, ...] = ()
+    cast: torch.dtype | None = None
 
     def part_bounds(self, elements: Sequence[int], ranks: int) -> tuple[tuple[int, int], ...]:
         """Return (begin, end) of each rank's shard in elements of the unit; even ones are equal but for the last ones.
@@ -84,6 +89,8 @@ def build_all_units(
     programs: Mapping[str, Sequence[Program]],
     parameters: Mapping[str, TensorInfo],
     whole_names: Collection[str],
+    cast_names: Collection[str] = (),
+    cast: torch.dtype | None = None,
 ) -> ShardUnits:
     """Build the units of every rank; all ranks of a shard group have the same ones.
 
@@ -92,13 +99,22 @@ def build_all_units(
         programs: the programs of all ranks, by objective.
         parameters: shape and dtype of the model's parameters, by canonical name.
         whole_names: names of parameters that their optimizer can only update as a whole.
+        cast_names: names of parameters that passes read in the dtype ``cast`` alone: they have units of their own.
+        cast: dtype of autocast; None without it.
     """
     programs_by_rank = (
         {name: objective_programs[rank] for name, objective_programs in programs.items()}
         for rank in range(plan.workers)
     )
     return ShardUnits(
-        tuple(_build_rank_units(plan, rank_programs, parameters, whole_names) for rank_programs in programs_by_rank)
+        tuple(
+            tuple(
+                _divide_by_dtype(
+                    _build_rank_units(plan, rank_programs, parameters, whole_names), parameters, cast_names, cast
+                )
+            )
+            for rank_programs in programs_by_rank
+        )
     )
 
 
@@ -123,6 +139,52 @@ def _build_rank_units(
                 order = sorted(uncut_names, key=owners.__getitem__)
                 units.append(ShardUnit(f"{label}.whole", tuple(order), tuple(owners[name] for name in order)))
     return tuple(units)
+
+
+def _divide_by_dtype(
+    units: Iterable[ShardUnit],
+    parameters: Mapping[str, TensorInfo],
+    cast_names: Collection[str],
+    cast: torch.dtype | None,
+) -> Iterator[ShardUnit]:
+    """Yield units of which each is gathered in one dtype: its own, or that to which passes cast it.
+
+    What is left of units of both, biases and weights of normalizations mostly, is little: it is joined, up to a bucket,
+    and takes one collective instead of one for each of them. It comes behind the last of them, as its gradients do.
+    """
+    rest: ShardUnit | None = None
+    for unit in units:
+        indices = {True: list[int](), False: list[int]()}
+        for index, name in enumerate(unit.parameters):
+            indices[name in cast_names].append(index)
+        if not indices[True] or not indices[False]:
+            yield replace(unit, cast=cast if indices[True] else None)
+            continue
+        part, left = (
+            replace(
+                unit,
+                parameters=tuple(unit.parameters[i] for i in indices[is_cast]),
+                owners=tuple(unit.owners[i] for i in indices[is_cast]) if unit.owners else (),
+            )
+            for is_cast in (True, False)
+        )
+        yield replace(part, name=f"{unit.name}.{str(cast).removeprefix('torch.')}", cast=cast)
+        if rest is not None and _fit_together(rest, left, parameters):
+            names = (*rest.parameters, *left.parameters)
+            rest = replace(rest, parameters=tuple(sorted(names, key=lambda name: -_alignment(parameters[name]))))
+            continue
+        if rest is not None:
+            yield rest
+        rest = left
+    if rest is not None:
+        yield rest
+
+
+def _fit_together(rest: ShardUnit, left: ShardUnit, parameters: Mapping[str, TensorInfo]) -> bool:
+    """Return whether two units, of buckets whose gradients the same ranks sum, are not more than a bucket."""
+    are_alike = rest.name.rpartition(".")[0] == left.name.rpartition(".")[0] and not (rest.owners or left.owners)
+    size = sum(parameters[name].bytes for name in (*rest.parameters, *left.parameters))
+    return are_alike and size <= lower.BUCKET_BYTES
 
 
 def _alignment(info: TensorInfo) -> int:

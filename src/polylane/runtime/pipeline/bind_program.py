@@ -15,7 +15,8 @@ from polylane.compile.dropped_tensors import find_dropped_tensors
 from polylane.compile.reshard import Resharder, value_specs
 from polylane.errors import PolylaneError
 from polylane.graph.capture.repeatable import DroppedTensors
-from polylane.graph.precision import autocast_dtype, dtypes_under_autocast
+from polylane.graph.operators.autocast_reads import dtypes_under_autocast, find_weight_reads
+from polylane.graph.precision import autocast_dtype
 from polylane.plan.plan import Plan
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation, without_replica_sync
@@ -163,17 +164,20 @@ class StageBinder:
     def _autocast(self) -> torch.dtype | None:
         return autocast_dtype(self.local_model.prepared.plan.precision)
 
+    @cached_property
+    def _read_otherwise(self) -> frozenset[str]:
+        """Names of parameters that the graph reads in their own dtype, where others are gathered in autocast's."""
+        if self._autocast is None or not any(flat.unit.cast for flat in self.local_model.shards.flat_buffers):
+            return frozenset()
+        return find_weight_reads(self.program.partition.graph, self._autocast).otherwise
+
     def bind_stage(self, stage: int, buckets: tuple[GradientBucket, ...]) -> tuple[StageRunner, AllReducer | None]:
         """Return a stage's runner, and what reduces the gradients of ``buckets``; None: there are none to reduce."""
         hooks, reducer = self._bind_reduction(buckets)
         partition, layout, local_code = self.program.partition, self.compiled.layouts[stage], None
         in_halves, device = self.local_model.prepared.plan.splits_backward, self.local_model.tensors.device
-        # Code that is rewritten for sharded operators defers gradients of what it was rewritten to.
         dropped, compiles = self.dropped[stage], self._compiles()
-        # Code that is rewritten is compiled once it is.
-        code = extract_stage(
-            partition, stage, device, hooks, in_halves and layout is None, dropped, compiles and layout is None
-        )
+        code = extract_stage(partition, stage, device, hooks, in_halves, dropped, compiles, layout is not None)
         if layout is not None:
             at = self.connections.mesh.coordinates
             compiled_for = device if compiles else None
@@ -220,7 +224,9 @@ class StageBinder:
                 self.local_model.prepared.plan,
                 self.connections.mesh.waits,
             )
-            cut = build_sharded_program(stage_program, plan, shards, targets, optional, transport, waits)
+            cut = build_sharded_program(
+                stage_program, plan, shards, targets, optional, transport, waits, self._read_otherwise
+            )
             return cut, cut.reducer
         if not any(len(bucket.ranks) > 1 for bucket in buckets):
             return StageHooks(), None

@@ -63,6 +63,7 @@ def extract_stage(
     splits_backward: bool = False,
     dropped: DroppedTensors = NOTHING_DROPPED,
     compiles: bool = False,
+    is_rewritten: bool = False,
 ) -> StageCode:
     """Extract the part of the graph that a stage runs, and compile it.
 
@@ -71,10 +72,11 @@ def extract_stage(
         stage: the stage, from 0.
         device: the device that the stage computes on.
         hooks: insert their gates into the code.
-        splits_backward: whether the schedule has backward passes in two halves. Code that is rewritten for sharded
-            operators is written for them only then: see :class:`LocalStageCode`.
+        splits_backward: whether the schedule has backward passes in two halves.
         dropped: what forward passes drop, to recompute it.
         compiles: whether its operators are compiled by inductor.
+        is_rewritten: whether it is rewritten for sharded operators before it runs, see :class:`LocalStageCode`: what
+            runs is compiled then, defers gradients and reads cast weights.
     """
     chosen = {node.name: node for node in partition.nodes(stage)}
     outputs = tuple(c.value for c in partition.crossings if c.producer == stage)
@@ -104,10 +106,12 @@ def extract_stage(
             copied.target = WatchedCall(node.target, described, watch)
         by_name[node.meta["name"]] = copied
     graph.output((*[by_name[name] for name in outputs], *[values[n] for n in loss]))
-    groups = _defer_weights(graph, partition) if splits_backward else ()
+    groups = _defer_weights(graph, partition) if splits_backward and not is_rewritten else ()
+    if not is_rewritten:
+        hooks.cast_weights(graph)
     recomputation = Recomputation(graph, dropped, hooks.pack_saved, hooks.unpack_saved, chosen)
     run, lines, file = _compile_graph(
-        graph, f"stage {stage}", chosen, hooks, recomputation, device if compiles else None
+        graph, f"stage {stage}", chosen, hooks, recomputation, device if compiles and not is_rewritten else None
     )
     return StageCode(run, _roles(graph), outputs, bool(loss), lines, file, graph, watch, recomputation, groups)
 
@@ -207,6 +211,7 @@ class LocalStageCode:
 
     def _compile(self, graph: fx.Graph) -> StageCode:
         groups = _defer_weights(graph, self.partition) if self.splits_backward else ()
+        self.hooks.cast_weights(graph)
         nodes = {node.name: node for node in self.partition.graph.nodes}
         recomputation = Recomputation(graph, self.dropped, self.hooks.pack_saved, self.hooks.unpack_saved, nodes)
         label = f"a rank's part of {self.whole.file}"

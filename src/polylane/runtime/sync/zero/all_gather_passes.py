@@ -28,6 +28,7 @@ from torch import Tensor, fx
 from polylane.runtime.parameters.zero_shards import FlatBuffer, Shards
 from polylane.runtime.span_clock import CollectiveWaits
 from polylane.runtime.stage_hooks import StageHooks, WatchedCall
+from polylane.runtime.sync.zero.cast_weights import CastWeight, read_cast_weight
 from polylane.runtime.transport.protocol import PendingTransfer
 
 
@@ -59,11 +60,15 @@ class GatheredPasses(StageHooks):
         summed: names of the units whose gradients are reduced in the backward pass; :meth:`release_reduced` releases
             them.
         waits: counter to which time and bytes of the running action are added.
+        read_otherwise: names of parameters that the code reads in their own dtype: a unit with one of them is gathered
+            in that, even if others passes gather it in the dtype to which they cast it.
     """
 
-    def __init__(self, shards: Shards, summed: Collection[str], waits: CollectiveWaits) -> None:
+    def __init__(
+        self, shards: Shards, summed: Collection[str], waits: CollectiveWaits, read_otherwise: Collection[str] = ()
+    ) -> None:
         assert shards.gather_transport is not None
-        self._waits = waits
+        self._waits, self._read_otherwise = waits, frozenset(read_otherwise)
         self._shards, self._summed, self._transport = shards, frozenset(summed), shards.gather_transport
         self._uses: dict[str, _UnitUse] = {}
         # Of the current pass: all units in the order of gathers, the next one to launch, pending and full ones by name.
@@ -74,6 +79,13 @@ class GatheredPasses(StageHooks):
         self._gathered_units: dict[str, FlatBuffer] = {}
 
     # ---- calls from a stage's code -----------------------------------------------------------------------------------
+
+    def cast_weights(self, graph: fx.Graph) -> None:
+        for node in [node for node in graph.nodes if node.op == "placeholder"]:
+            kind, name = node.meta["role"]
+            flat = self._shards.buffer_of.get(name) if kind == "parameter" else None
+            if flat is not None and self._gathered_dtype(flat) != flat.shard.dtype:
+                read_cast_weight(graph, node, flat)
 
     @contextmanager
     def insert_gates(self, graph: fx.Graph) -> Iterator[None]:
@@ -155,8 +167,14 @@ class GatheredPasses(StageHooks):
         self._next_use += 1
 
     def _start_gather(self, flat: FlatBuffer) -> PendingTransfer:
-        self._waits.bytes += flat.shard.nbytes
-        return flat.start_all_gather(self._transport)
+        dtype = self._gathered_dtype(flat)
+        self._waits.bytes += flat.shard.numel() * dtype.itemsize
+        return flat.start_all_gather(self._transport, dtype)
+
+    def _gathered_dtype(self, flat: FlatBuffer) -> torch.dtype:
+        """Return the dtype in which passes gather a unit: the one to which they cast all of its parameters, if so."""
+        casts = flat.unit.cast is not None and self._read_otherwise.isdisjoint(flat.unit.parameters)
+        return flat.unit.cast if casts and flat.unit.cast is not None else flat.shard.dtype
 
     @contextmanager
     def _releasing_units(self) -> Iterator[None]:
@@ -249,4 +267,4 @@ def _is_view(node: fx.Node) -> bool:
     """Return whether a node's result may alias its input, by the alias annotations of the operator's schema."""
     if isinstance(node.target, torch._ops.OpOverload):
         return any(result.alias_info is not None for result in node.target._schema.returns)
-    return node.target is operator.getitem
+    return node.target is operator.getitem or isinstance(node.target, CastWeight)

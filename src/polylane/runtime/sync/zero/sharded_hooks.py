@@ -32,6 +32,9 @@ class ShardedStageHooks(StageHooks):
     reducer: ReduceScatterer
     gathers: StageHooks
 
+    def cast_weights(self, graph: fx.Graph) -> None:
+        self.gathers.cast_weights(graph)
+
     def insert_gates(self, graph: fx.Graph) -> AbstractContextManager[None]:
         return self.gathers.insert_gates(graph)
 
@@ -68,6 +71,7 @@ def build_sharded_program(
     optional: Collection[str],
     transport: Transport,
     waits: CollectiveWaits,
+    read_otherwise: Collection[str] = (),
 ) -> ShardedStageHooks:
     """Build the reducer and the hooks of a program whose parameters are sharded over replicas.
 
@@ -79,6 +83,7 @@ def build_sharded_program(
         optional: names of parameters that may get no gradient in some step.
         transport: connects all training workers; the shard groups are among its groups.
         waits: counter to which time and bytes of the running action are added.
+        read_otherwise: names of parameters that the program's graph reads in their own dtype.
     """
     slices, other_buckets = list[BucketShard](), list[GradientBucket]()
     for bucket in program.buckets:
@@ -92,7 +97,9 @@ def build_sharded_program(
             slices.append(BucketShard(bucket, flat, crossing, optional_names))
     passes = None
     if shards.keeps_only_shards:
-        passes = GatheredPasses(shards, [bucket_shard.flat_buffer.unit.name for bucket_shard in slices], waits)
+        passes = GatheredPasses(
+            shards, [bucket_shard.flat_buffer.unit.name for bucket_shard in slices], waits, read_otherwise
+        )
     reducer = ReduceScatterer(
         slices,
         other_buckets,
