@@ -230,6 +230,7 @@ def _sharded(row: Row) -> float:
     block, rest = elements(row.model, row.tensor)
     pieces = [block] * row.model.layers + [rest]
     gathers = 2 if row.shard == "parameters" else 1
-    traffic = ShardTrafficSeconds.of(found, [count * ITEM for count in pieces], range(row.gpus), gathers)
+    blocks = [count * ITEM for count in pieces]
+    traffic = ShardTrafficSeconds.of(found, blocks, gathers * blocks, range(row.gpus))
     rounds = math.ceil(row.batch / (row.gpus * row.microbatch))
     return sharded(compute, traffic, rounds) + _update(sum(pieces) / row.gpus, row, found.device(0))

@@ -167,6 +167,11 @@ def _numbers(data: dict[str, Any]) -> list[str]:
 def _show_cut(out: Console, report: dict[str, Any]) -> None:
     _show_stages(out, report)
     print(f"utilization at best {report['utilization']:.1%}: by these times, if ranks waited for other stages alone")
+    if (gathers := report["gathers"]) is not None:
+        print(
+            f"passes gather {printing.format_count(gathers['cast'])} of {printing.format_count(gathers['parameters'])} "
+            f"parameters in {gathers['dtype']}: those that they cast wherever they read them"
+        )
     meshes = [stage["mesh"] for stage in report["stages"]]
     for edge in report["edges"]:
         a, b = edge["from"], edge["to"]

@@ -222,8 +222,10 @@ class PlanCost:
         # One gather per pass: gathers=1 prices the forward pass, and with the reduce-scatter the backward
         # pass.
         gathers, turn = int(sharding.gathers_parameters), self.basis.host_overhead
-        traffic = ShardTrafficSeconds.of(self.basis.cluster, blocks, ranks, gathers)
-        gathered = gathers * bytes_per_rank("all_gather", sum(blocks), len(ranks))
+        gathered_blocks = [self._gathered_bytes(stage, names) for names in self._block_parameters(stage) if names]
+        gathered_blocks *= gathers
+        traffic = ShardTrafficSeconds.of(self.basis.cluster, blocks, gathered_blocks, ranks)
+        gathered = bytes_per_rank("all_gather", sum(gathered_blocks), len(ranks))
         scattered = bytes_per_rank("reduce_scatter", sum(blocks), len(ranks))
         return ShardTraffic(
             exposed_seconds(costs.forward + costs.waits + turn, traffic.gathers),
@@ -236,6 +238,10 @@ class PlanCost:
         """Return the local bytes of parameters, or of their gradients, in the dtype of the passes."""
         sheet = self.sharded_graph(stage)
         return sum(sheet.busiest_bytes((f"parameter:{name}", 0), sheet.view.samples) for name in names)
+
+    def _gathered_bytes(self, stage: int, names: Iterable[str]) -> float:
+        """Return the local bytes of parameters as they are gathered for a pass (ZeRO-3)."""
+        return sum(self.basis.stages.gathered_bytes(self.plan.degrees(stage), name) for name in names)
 
     def peak_memory(self, stage: int) -> peak.MemoryBreakdown:
         """Return the bytes of a stage's busiest rank at the peak of the step, with all stages that it has."""

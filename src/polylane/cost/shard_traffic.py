@@ -49,17 +49,28 @@ class ShardTrafficSeconds:
         return self.gathers + self.scatters
 
     @staticmethod
-    def of(cluster: Cluster, blocks: Sequence[float], ranks: Ranks, gathers: int = 2) -> ShardTrafficSeconds:
-        """Price blocks of these parameter bytes: ``gathers`` all-gathers and one reduce-scatter each, one by one.
+    def of(
+        cluster: Cluster, scattered: Sequence[float], gathered: Sequence[float], ranks: Ranks
+    ) -> ShardTrafficSeconds:
+        """Price reduce-scatters of blocks of gradients and all-gathers of blocks of parameters, one by one.
 
         All other groups do the same at the same time.
+
+        Args:
+            cluster: the cluster.
+            scattered: bytes of each block of gradients.
+            gathered: bytes of each block of parameters, once for each pass that gathers it.
+            ranks: the sharding group.
         """
-        counts = Counter(blocks).items()  # transformer blocks are mostly of one size: each distinct size is priced once
         gather, scatter = (
-            sum(count * network.collective_seconds(cluster, kind, size, ranks, None) for size, count in counts)
-            for kind in ("all_gather", "reduce_scatter")
+            # Transformer blocks are mostly of one size: each distinct size is priced once.
+            sum(
+                count * network.collective_seconds(cluster, kind, size, ranks, None)
+                for size, count in Counter(blocks).items()
+            )
+            for kind, blocks in (("all_gather", gathered), ("reduce_scatter", scattered))
         )
-        return ShardTrafficSeconds(gathers * gather, scatter)
+        return ShardTrafficSeconds(gather, scatter)
 
 
 def exposed_seconds(compute: float, travel: float) -> float:

@@ -21,6 +21,7 @@ from polylane.cost.weight_halves import HALVING_TRAVERSALS
 from polylane.graph.capture.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.cut_points import block_positions, crossing_bytes
 from polylane.graph.graph import Graph
+from polylane.graph.operators.autocast_reads import find_weight_reads
 from polylane.placement.operator_view import OperatorView
 from polylane.placement.rewrite import AxisSplit
 from polylane.placement.strategy import OperatorCall
@@ -129,6 +130,16 @@ class StageCosts:
     def sharded_graph(self, mesh: Degrees) -> ShardedGraphCost:
         """Return the graph sharded over the sequence and tensor axes of a mesh."""
         return self._sharded(mesh)[1]
+
+    def gathered_bytes(self, mesh: Degrees, name: str) -> float:
+        """Return the bytes of a parameter on the busiest rank as ZeRO-3 gathers it.
+
+        That is in the dtype of the passes, but for what autocast leaves alone: it is gathered in its own.
+        """
+        sheet, cast = self.sharded_graph(mesh), self.setting.autocast
+        if cast is None or name in find_weight_reads(self.graph, cast).cast:
+            return sheet.busiest_bytes((f"parameter:{name}", 0), sheet.view.samples)
+        return sheet.busiest_bytes_of("parameter", name, self.graph.parameters[name].bytes)
 
     def _sharded(self, mesh: Degrees) -> tuple[MeshSplit | None, ShardedGraphCost]:
         """Return the sharding of the operators, None without operator axes, and the graph sharded by it."""

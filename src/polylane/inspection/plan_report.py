@@ -19,7 +19,7 @@ from polylane.cost.plan_cost import PlanCost
 from polylane.cost.simulator.schedule_tasks import simulate_replicas, simulate_schedule
 from polylane.cost.stage_cost import PassCosts
 from polylane.graph.batch import split_bounds
-from polylane.graph.operators.autocast_reads import dtypes_under_autocast
+from polylane.graph.operators.autocast_reads import dtypes_under_autocast, find_cast_weights
 from polylane.graph.partition import Partition
 from polylane.graph.precision import autocast_dtype
 from polylane.inspection.graph_report import count_elements
@@ -58,6 +58,7 @@ def report_plan(
         "stages": _stages(prepared, costs, seconds),
         "edges": count_stage_traffic(prepared, -(-batch // prepared.plan.microbatches), dtypes_of(prepared)),
         "utilization": utilization_at_best(prepared, costs),
+        "gathers": _gathers(prepared),
         "crossings": _crossings(prepared.main_partition),
         "splits": _splits(prepared),
     }
@@ -213,6 +214,17 @@ def _stages(prepared: CompiledTraining, costs: Sequence[PlanCost], seconds: Sequ
             }
         )
     return stages
+
+
+def _gathers(prepared: CompiledTraining) -> dict[str, Any] | None:
+    """Return how many parameters ZeRO-3 gathers in the dtype of the passes; None where it gathers all in their own."""
+    plan, graph = prepared.plan, prepared.main_partition.graph
+    graphs = [partition.graph for partition in prepared.partitions.values()]
+    names = find_cast_weights(graphs, autocast_dtype(plan.precision)) if plan.sync.shard == "parameters" else ()
+    trained = [name for name, info in graph.parameters.items() if info.trainable]
+    cast = [name for name in trained if name in names]
+    sizes = {"cast": count_elements(graph, cast), "parameters": count_elements(graph, trained)}
+    return {"dtype": plan.precision, **sizes} if cast else None
 
 
 def _crossings(partition: Partition) -> list[dict[str, Any]]:

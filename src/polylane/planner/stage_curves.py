@@ -285,7 +285,7 @@ class CurveCache:
 
         A cut through a block then gives each part its share.
         """
-        sizes, bounds = self._first_use_bytes(mesh), np.array(self.basis.stages.block_positions)
+        sizes, bounds = self._first_use_bytes(mesh, kind), np.array(self.basis.stages.block_positions)
         blocks = np.add.reduceat(sizes, bounds[:-1])
         seconds = {
             size: network.collective_seconds(self.basis.cluster, kind, size, replicas, None) for size in set(blocks)
@@ -293,15 +293,22 @@ class CurveCache:
         rates = np.array([seconds[size] / size if size else 0.0 for size in blocks])
         return np.concatenate([[0.0], np.cumsum(sizes * np.repeat(rates, np.diff(bounds)))])
 
-    def _first_use_bytes(self, mesh: Degrees) -> Array:
-        """Return for every node the local bytes of the trained parameters that it is the first to use."""
-        key = (mesh.sequence, mesh.tensor, "gathered")
+    def _first_use_bytes(self, mesh: Degrees, kind: str) -> Array:
+        """Return for every node the local bytes of the trained parameters that it is the first to use.
+
+        As they are gathered (``kind`` is "all_gather"), or their gradients scattered.
+        """
+        key = (mesh.sequence, mesh.tensor, kind)
         if key not in self._counts_cache:
             sheet, graph = self.basis.stages.sharded_graph(mesh), self.basis.stages.graph
             sizes = np.zeros(len(graph.nodes))
             for name, position in self.basis.stages.first_uses.items():
                 if graph.parameters[name].trainable:
-                    sizes[position] += sheet.busiest_bytes((f"parameter:{name}", 0), sheet.view.samples)
+                    sizes[position] += (
+                        self.basis.stages.gathered_bytes(mesh, name)
+                        if kind == "all_gather"
+                        else sheet.busiest_bytes((f"parameter:{name}", 0), sheet.view.samples)
+                    )
             self._counts_cache[key] = sizes
         return self._counts_cache[key]
 
@@ -310,10 +317,11 @@ class CurveCache:
         sharding = self.sharding(mesh.data)
         if sharding.kind not in ("gradients", "parameters"):
             return 0.0
-        sizes = self._first_use_bytes(mesh)
-        block = float(np.add.reduceat(sizes, np.array(self.basis.stages.block_positions)[:-1]).max())
+        bounds = np.array(self.basis.stages.block_positions)[:-1]
         # Gradients of the block that was computed last; parameters of this block and of the next one.
-        return block * (3 if sharding.gathers_parameters else 1)
+        counts = {"reduce_scatter": 1, "all_gather": 2 if sharding.gathers_parameters else 0}
+        blocks = {kind: self._first_use_bytes(mesh, kind) for kind, count in counts.items() if count}
+        return sum(counts[kind] * float(np.add.reduceat(sizes, bounds).max()) for kind, sizes in blocks.items())
 
     def closing_seconds(self, elements: float, replicas: Ranks, microbatches: int = 1) -> tuple[float, float]:
         """Return the seconds of the gradient and of the parameter collective over replicas, for trained elements.

@@ -177,7 +177,8 @@ def test_gathered_parameters_take_what_the_closed_form_takes(link: str, batch: i
     (stage,), basis = found.stages, planning_graphs.basis(LARGE, f"8:{DEVICE},link={link}")
     bounds, uses = basis.stages.block_positions, basis.stages.first_uses
     held = [sum(i.bytes for n, i in LARGE.parameters.items() if a <= uses[n] < b) for a, b in pairwise(bounds)]
-    traffic = ShardTrafficSeconds.of(basis.cluster, [float(size) for size in held if size], range(4))
+    sizes = [float(size) for size in held if size]
+    traffic = ShardTrafficSeconds.of(basis.cluster, sizes, 2 * sizes, range(4))
     there, back = stage.passes.forward + basis.host_overhead, stage.passes.backward + basis.host_overhead
     sums, ways = [traffic.gathers / 2, traffic.gathers / 2 + traffic.scatters], [there, back]
     each = [compute + exposed_seconds(compute, travel) for compute, travel in zip(ways, sums, strict=True)]

@@ -6,7 +6,7 @@ weight that no operator gets but the cast itself is read in autocast's dtype alo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -67,6 +67,17 @@ def find_weight_reads(graph: Graph, dtype: torch.dtype) -> WeightReads:
             _run_under_autocast(graph, device_type, dtype, reads)
         reads_by_dtype[dtype] = WeightReads(frozenset(reads.cast - reads.otherwise), frozenset(reads.otherwise))
     return reads_by_dtype[dtype]
+
+
+def find_cast_weights(graphs: Iterable[Graph], dtype: torch.dtype | None) -> frozenset[str]:
+    """Return the names of parameters that some of a training's graphs cast, and that none reads otherwise.
+
+    Args:
+        graphs: the graph of every objective.
+        dtype: dtype of autocast; None: there is none, and nothing is cast.
+    """
+    reads = [] if dtype is None else [find_weight_reads(graph, dtype) for graph in graphs]
+    return frozenset().union(*(read.cast for read in reads)).difference(*(read.otherwise for read in reads))
 
 
 def _run_under_autocast(graph: Graph, device_type: str, dtype: torch.dtype, reads: _Reads) -> _DtypeInterpreter:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
-from polylane.graph.operators.autocast_reads import find_weight_reads
+from polylane.graph.operators.autocast_reads import find_cast_weights
 from polylane.graph.precision import autocast_dtype
 from polylane.program.program import Program
 from polylane.runtime.connections.connections import Connections, column_ranks
@@ -36,10 +36,8 @@ def plan_shard_units(prepared: CompiledTraining, programs: Mapping[str, Sequence
     infos = {
         name: info for partition in prepared.partitions.values() for name, info in partition.graph.parameters.items()
     }
-    cast, cast_names = autocast_dtype(plan.precision), set[str]()
-    if plan.sync.shard == "parameters" and cast is not None:
-        reads = [find_weight_reads(partition.graph, cast) for partition in prepared.partitions.values()]
-        cast_names = set().union(*(read.cast for read in reads)).difference(*(read.otherwise for read in reads))
+    graphs, cast = [partition.graph for partition in prepared.partitions.values()], autocast_dtype(plan.precision)
+    cast_names = find_cast_weights(graphs, cast) if plan.sync.shard == "parameters" else ()
     return build_all_units(plan, programs, infos, prepared.unshardable, cast_names, cast)
 
 

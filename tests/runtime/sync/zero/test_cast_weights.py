@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from polylane.compile.objectives import build_objectives
-from polylane.graph.operators.autocast_reads import WeightReads, find_weight_reads
+from polylane.graph.operators.autocast_reads import find_weight_reads
 from polylane.program import lower
 from polylane.runtime.job import Job
 from polylane.runtime.parameters import local_model
@@ -119,7 +119,7 @@ def train(name: str, plan: str, steps: int = 4) -> list[Any]:
 
 def gather_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on weights are gathered in their own dtype, and cast by autocast."""
-    monkeypatch.setattr(local_model, "find_weight_reads", lambda *_: WeightReads(frozenset(), frozenset()))
+    monkeypatch.setattr(local_model, "find_cast_weights", lambda *_: frozenset())
 
 
 CASES = [
