@@ -57,10 +57,10 @@ class ShardTrafficSeconds:
         All other groups do the same at the same time.
 
         Args:
-            cluster: the cluster.
+            cluster: the devices and links of all workers.
             scattered: bytes of each block of gradients.
             gathered: bytes of each block of parameters, once for each pass that gathers it.
-            ranks: the sharding group.
+            ranks: ranks among which a parameter is sharded.
         """
         gather, scatter = (
             # Transformer blocks are mostly of one size: each distinct size is priced once.

@@ -149,10 +149,10 @@ def _divide_by_dtype(
 ) -> Iterator[ShardUnit]:
     """Yield units of which each is gathered in one dtype: its own, or that to which passes cast it.
 
-    What is left of units of both, biases and weights of normalizations mostly, is little: it is joined, up to a bucket,
-    and takes one collective instead of one for each of them. It comes behind the last of them, as its gradients do.
+    What is left of units of both, weights of normalizations mostly, is little: it is joined, up to a bucket, and takes
+    one collective instead of one for each of them. It comes behind the last of them, as its gradients do.
     """
-    rest: ShardUnit | None = None
+    remainder: ShardUnit | None = None
     for unit in units:
         indices = {True: list[int](), False: list[int]()}
         for index, name in enumerate(unit.parameters):
@@ -160,7 +160,7 @@ def _divide_by_dtype(
         if not indices[True] or not indices[False]:
             yield replace(unit, cast=cast if indices[True] else None)
             continue
-        part, left = (
+        part, uncast = (
             replace(
                 unit,
                 parameters=tuple(unit.parameters[i] for i in indices[is_cast]),
@@ -169,21 +169,25 @@ def _divide_by_dtype(
             for is_cast in (True, False)
         )
         yield replace(part, name=f"{unit.name}.{str(cast).removeprefix('torch.')}", cast=cast)
-        if rest is not None and _fit_together(rest, left, parameters):
-            names = (*rest.parameters, *left.parameters)
-            rest = replace(rest, parameters=tuple(sorted(names, key=lambda name: -_alignment(parameters[name]))))
+        if remainder is not None and _fit_together(remainder, uncast, parameters):
+            names = (*remainder.parameters, *uncast.parameters)
+            remainder = replace(
+                remainder, parameters=tuple(sorted(names, key=lambda name: -_alignment(parameters[name])))
+            )
             continue
-        if rest is not None:
-            yield rest
-        rest = left
-    if rest is not None:
-        yield rest
+        if remainder is not None:
+            yield remainder
+        remainder = uncast
+    if remainder is not None:
+        yield remainder
 
 
-def _fit_together(rest: ShardUnit, left: ShardUnit, parameters: Mapping[str, TensorInfo]) -> bool:
+def _fit_together(remainder: ShardUnit, uncast: ShardUnit, parameters: Mapping[str, TensorInfo]) -> bool:
     """Return whether two units, of buckets whose gradients the same ranks sum, are not more than a bucket."""
-    are_alike = rest.name.rpartition(".")[0] == left.name.rpartition(".")[0] and not (rest.owners or left.owners)
-    size = sum(parameters[name].bytes for name in (*rest.parameters, *left.parameters))
+    are_alike = remainder.name.rpartition(".")[0] == uncast.name.rpartition(".")[0] and not (
+        remainder.owners or uncast.owners
+    )
+    size = sum(parameters[name].bytes for name in (*remainder.parameters, *uncast.parameters))
     return are_alike and size <= lower.BUCKET_BYTES
 
 

@@ -77,7 +77,7 @@ def read_cast_weight(graph: fx.Graph, weight: fx.Node, flat: FlatBuffer) -> None
 
     Args:
         graph: the code, which reads the weight by casts alone.
-        weight: the weight's placeholder.
+        weight: placeholder of a parameter of a unit that is gathered in another dtype.
         flat: the flat buffer of its unit.
     """
     name = weight.meta["role"][1]
