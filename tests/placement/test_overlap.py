@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 
@@ -61,9 +62,9 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
-def split_graph() -> tuple[nn.Module, Tensor, fx.Graph, Any, AxisSplit]:
+def split_graph(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, fx.Graph, Any, AxisSplit]:
     """Queries and keys by columns, then rows; everything else on every rank."""
-    model, batch = TwoLayers().double(), torch.randn(5, 4, dtype=torch.float64)
+    model, batch = TwoLayers().to(dtype), torch.randn(5, 4, dtype=dtype)
     graph = capture(model, loss, batch)
     shown = view_operators(graph, 5, 2)
     columns, hidden = Shard(0, even_cuts(6, 2)), Shard(1, even_cuts(6, 2))
@@ -145,8 +146,10 @@ def test_work_comes_between_begin_and_finish() -> None:
     assert sum(n.target is linear for n in own.nodes) == 2
 
 
-def test_the_weights_gradients_are_computed_while_the_inputs_travels() -> None:
-    model, batch, code, calls, split = split_graph()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_weights_gradients_are_computed_while_the_inputs_travels(dtype: torch.dtype) -> None:
+    """Also where autocast casts both."""
+    model, batch, code, calls, split = split_graph(dtype)
 
     def work(axis: ThreadAxis) -> list[str]:
         told = Told(axis)
@@ -155,7 +158,8 @@ def test_the_weights_gradients_are_computed_while_the_inputs_travels() -> None:
         for node in own.nodes:
             if node.target is hold:
                 node.target = _telling(told.events)
-        run(own, told, model, batch, split)
+        with torch.autocast("cpu", torch.bfloat16):
+            run(own, told, model, batch, split)
         return told.events
 
     for events in on_threads(2, work):
@@ -166,7 +170,8 @@ def _telling(events: list[str]) -> Any:
     def held(weight: Tensor) -> Tensor:
         out = hold(weight)
         assert out.grad_fn is not None
-        out.grad_fn.register_prehook(lambda _: events.append("weight"))
+        # What it gets takes no memory: the product is not there yet.
+        out.grad_fn.register_prehook(lambda grads: events.append("late" if any(grads[0].stride()) else "weight"))
         return out
 
     return held
@@ -225,3 +230,26 @@ def test_a_layer_that_waits_has_the_gradients_of_complex_numbers() -> None:
 
     held = gradients(lambda x, weight, bias: linear(x, hold(weight), bias))
     torch.testing.assert_close(held, gradients(nn.functional.linear))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_layer_that_waits_casts_as_autocast_does(dtype: torch.dtype) -> None:
+    """The bits are those of layers which autocast casts, one bias twice, and no gradient is the layer's own."""
+    torch.manual_seed(0)
+    given = [torch.randn(*shape, dtype=dtype) for shape in ((2, 3, 8), (8, 8), (8,))]
+
+    def gradients(layer: Any) -> tuple[Tensor, ...]:
+        x, weight, bias = (tensor.clone().requires_grad_() for tensor in given)
+        with torch.autocast("cpu", torch.bfloat16):
+            value = layer(torch.tanh(layer(x * 2, weight, bias)).to(dtype), weight, bias)
+        assert value.dtype == (torch.bfloat16 if dtype == torch.float32 else dtype)
+        return value, *torch.autograd.grad(value.to(dtype).square().sum(), (x, weight, bias))
+
+    def waiting(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear(x, hold(weight), bias)
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return nn.functional.linear(x, weight.view_as(weight), bias)
+
+    for held, expected in zip(gradients(waiting), gradients(plain), strict=True):
+        assert torch.equal(held, expected)

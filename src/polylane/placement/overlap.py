@@ -92,10 +92,22 @@ def _placeholder_gradient(like: Tensor, shape: torch.Size) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute a linear layer whose weight gradient is computed later: the weight comes from :func:`hold`."""
-    if x.dim() < 2 or torch.is_autocast_enabled(x.device.type):  # autocast casts in a backward pass of its own
+    """Compute a linear layer whose weight gradient is computed later: the weight comes from :func:`hold`.
+
+    Under autocast the input is cast here, as it would be in the layer, so that the gradient is a product of what the
+    layer computed with; the weight and the bias are cast in the layer, which has autocast's own cast of a parameter.
+    """
+    if x.dim() < 2 or not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
         return torch.nn.functional.linear(x, weight, bias)
-    return _HeldLinearFunction.apply(x, weight, bias, weight.later)  # type: ignore[attr-defined, no-any-return, no-untyped-call]
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(device))
+    gradients: list[Tensor] = []
+    x = _LinkFunction.apply(x, weight, weight.later, gradients)  # type: ignore[attr-defined, no-untyped-call]
+    result = torch.nn.functional.linear(x, weight.detach(), bias)
+    assert result.grad_fn is not None
+    result.grad_fn.register_prehook(lambda grads: gradients.append(grads[0]))
+    return result
 
 
 def hold(weight: Tensor) -> Tensor:
@@ -109,38 +121,35 @@ def hold(weight: Tensor) -> Tensor:
 class _HoldWeightFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, later: list[tuple[Tensor, Tensor]]) -> Tensor:
-        ctx.later = later
+        ctx.later, ctx.dtype = later, weight.dtype
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        # The layer ran without :func:`linear` (autocast): its gradient is already the true one.
+        # The layer ran without :func:`linear` (a vector, or an input without gradient): its gradient is the true one.
         if not ctx.later:
             return grads[0], None
         x, grad = ctx.later.pop()
-        return grad.flatten(0, -2).t().mm(x.flatten(0, -2).conj()), None  # of real numbers conj() is the tensor itself
+        product = grad.flatten(0, -2).t().mm(x.flatten(0, -2).conj())  # of real numbers conj() is the tensor itself
+        return product.to(ctx.dtype), None
 
 
-class _HeldLinearFunction(torch.autograd.Function):
+class _LinkFunction(torch.autograd.Function):
+    """The input of a layer that reads its weight detached: links the weight to it, whose gradient it leaves to hold."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: list[tuple[Tensor, Tensor]]) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.later = later
-        return torch.nn.functional.linear(x, weight, bias)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, later: list[tuple[Tensor, Tensor]], gradients: list[Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.later, ctx.gradients, ctx.placeholder = later, gradients, weight.new_zeros(()).expand(weight.shape)
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (x, weight), grad = ctx.saved_tensors, grads[0]
-        needs_grad = ctx.needs_input_grad
-        if needs_grad[1]:
-            # Only input and output gradient are kept; :func:`hold`'s backward multiplies them.
-            ctx.later.append((x, grad))
-        return (
-            grad @ weight.conj() if needs_grad[0] else None,
-            _placeholder_gradient(grad, weight.shape) if needs_grad[1] else None,
-            grad.flatten(0, -2).sum(0) if needs_grad[2] else None,
-            None,
-        )
+        # Only input and output gradient are kept; :func:`hold`'s backward multiplies them.
+        ctx.later.append((ctx.saved_tensors[0], ctx.gradients.pop()))
+        return grads[0], ctx.placeholder, None, None
 
 
 def overlap_redistributions(graph: fx.Graph) -> None:
