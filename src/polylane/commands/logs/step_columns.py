@@ -64,6 +64,7 @@ class StepColumns:
         columns: dict[str, Any] = {
             "loss_max": _largest_loss(facts, self._replicas),
             "gradient_norm": sum(fact.squared_norm for fact in facts) ** 0.5,
+            **({"loss_scale": facts[0].loss_scale} if facts[0].loss_scale else {}),
             **self._describe_time(result, facts, seconds),
             "memory": [round(fact.memory) for fact in facts],
         }

@@ -24,6 +24,7 @@ CHARTS: Mapping[str, Mapping[str, str]] = {
     "loss": {"loss": "loss", "loss_max": "largest loss of a replica"},
     "learning_rate": {"learning_rate": "learning rate"},
     "gradient_norm": {"gradient_norm": "norm of the gradients"},
+    "loss_scale": {"loss_scale": "loss scale"},
     "throughput": {"samples_per_second": "samples/s"},
     "tokens": {"tokens_per_second": "tokens/s"},
     "device_share": {

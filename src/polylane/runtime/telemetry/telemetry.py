@@ -55,6 +55,7 @@ class Telemetry:
         self.noise = NoiseMeter(local_model)
         self._no_gradients = 0.0 if has_norms else math.nan
         self._squared_norm: float | Tensor = 0.0
+        self._loss_scale: float | Tensor = 0.0
         self._cost, self._loading, self._excluded_seconds, self._count = 0.0, 0.0, 0.0, 0
         self._since = time.perf_counter()
         # What the process has of its own, torch among it, is not the training's.
@@ -79,13 +80,15 @@ class Telemetry:
             step: number of the step, from 0.
         """
         self._is_observing = self._steps.begin_step(step)
-        self._squared_norm, self._count = self._no_gradients, self._count + 1
+        self._squared_norm, self._loss_scale, self._count = self._no_gradients, 0.0, self._count + 1
 
     def note_gradients(self, update: ObjectiveUpdate) -> None:
         """Note the gradients of the step, which are complete, and not clipped."""
         if self._is_observing:
             with self.timing():
                 self._squared_norm = self._squared_norm + update.squared_norm()
+                if update.loss_scale is not None:  # a copy: the update may change it
+                    self._loss_scale = update.loss_scale.scale.clone()
 
     def collect(self, state: StepState, steps: Sequence[Sequence[TimedSpan]]) -> Numbers:
         """Return the slots of all workers, with zeros for the others; empty where the step is not observed.
@@ -103,9 +106,10 @@ class Telemetry:
         spent = account_time(lane).ranks[self._rank]  # alone, it cannot be told what it waits for
         loading = self._progress.phase_seconds(Phase.LOADING)
         excluded_seconds = sum(map(self._progress.phase_seconds, OUTER_PHASES))
+        numbers = (total, count, self._squared_norm, self._loss_scale)
         facts: Numbers = [0.0] * (SLOTS * self._size)
         facts[SLOTS * self._rank : SLOTS * (self._rank + 1)] = [
-            *(float(number) if self._device.type == "cpu" else number for number in (total, count, self._squared_norm)),
+            *(float(number) if self._device.type == "cpu" else number for number in numbers),
             float(self._peak_bytes()),
             (loading - self._loading) / self._count,
             (begin - self._since - (excluded_seconds - self._excluded_seconds)) / self._count,

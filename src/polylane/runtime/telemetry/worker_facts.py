@@ -18,6 +18,7 @@ class WorkerFacts:
             computes it.
         squared_norm: this worker's share of the squared 2-norm of the gradients, before they are clipped; NaN where
             the step has none of a batch of its own.
+        loss_scale: factor of the loss in the step's passes; 0 where there is none.
         memory: most bytes that it has held since the training began: on an accelerator those of its allocator, else
             the growth of the process's resident memory, with the tensors that it began with.
         loading: seconds of a step in which it waits for data, over those since the last observed one.
@@ -32,6 +33,7 @@ class WorkerFacts:
     loss_total: float
     loss_count: float
     squared_norm: float
+    loss_scale: float
     memory: float
     loading: float
     seconds: float
