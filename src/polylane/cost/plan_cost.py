@@ -290,7 +290,8 @@ class PlanCost:
 
         def held(ranges: Sequence[Range]) -> PeakMemory:
             samples, dropped = self.local_samples(stage), self.dropped_tensors
-            return basis.stages.microbatch_memory(mesh, samples, ranges, self.exact, dropped)
+            stages = basis.stages.gathering_cast if self.sharding(stage).gathers_parameters else basis.stages
+            return stages.microbatch_memory(mesh, samples, ranges, self.exact, dropped)
 
         need = held(pieces)
         # Full recomputation prices every block as a stage of its own, then combines them.

@@ -116,6 +116,15 @@ class StageCosts:
         costs._values = self._values
         return costs
 
+    @cached_property
+    def gathering_cast(self) -> StageCosts:
+        """The costs of stages whose weights ZeRO-3 gathers: in autocast's dtype, so that no cast of them is saved."""
+        if self.setting.autocast is None or self.setting.gathers_cast:
+            return self
+        costs = StageCosts(self.graph, self._lay, self._float_itemsize, replace(self.setting, gathers_cast=True))
+        costs._graphs = self._graphs
+        return costs
+
     def with_placements(self, **placements: Collection[str] | int) -> StageCosts:
         """Return the costs of other placements; the arguments are those of ``lay`` besides the mesh."""
         key = frozenset((name, v if isinstance(v, int) else frozenset(v)) for name, v in placements.items())

@@ -262,7 +262,7 @@ class CurveCache:
             if recompute == "full":
                 held_bytes = stages.block_input_bytes(mesh)
             else:
-                held_bytes = self._activation_bytes(mesh, recompute == "selective")
+                held_bytes = self._activation_bytes(mesh, recompute == "selective", len(gathers) > 1)
             activation_bytes: Array = (held_bytes * samples)[at]
             return activation_bytes
 
@@ -351,13 +351,14 @@ class CurveCache:
         reduction = price_compressed(sync, tensors, ranks, cluster, cluster.device(0))
         return reduction.seconds + reduction.packing + reduction.unpacking
 
-    def _activation_bytes(self, mesh: Degrees, is_selective: bool) -> Array:
+    def _activation_bytes(self, mesh: Degrees, is_selective: bool, gathers: bool) -> Array:
         """Return the activation bytes per sample of the nodes before each cut position."""
-        key = (mesh.sequence, mesh.tensor, "held", is_selective)
+        key = (mesh.sequence, mesh.tensor, "held", is_selective, gathers)
         if key not in self._counts_cache:
             base = self.basis.stages.graph.samples
             dropped = self.basis.stages.drop_everywhere(mesh, base, "selective" if is_selective else NONE)
-            residence = self.basis.stages.live_ranges(mesh, base, dropped)
+            stages = self.basis.stages.gathering_cast if gathers else self.basis.stages
+            residence = stages.live_ranges(mesh, base, dropped)
             live_bytes = np.zeros(len(self.basis.stages.graph.nodes) + 1)
             for position in self.positions[1:]:
                 # Exact for the stage from 0 to the position; the differences approximate other

@@ -422,3 +422,20 @@ def test_whole_passes_beside_halves_hold_nothing_for_later() -> None:
     assert peak((first, 0), (second, 0), (whole, 1), (whole, 2)) == max(
         2 * need.live_bytes + 160, need.live_bytes + need.backward_peak
     )
+
+
+# ---- weights that are gathered cast ----------------------------------------------------------------------------------
+
+
+def test_what_is_gathered_cast_is_saved_by_no_operator() -> None:
+    """Under autocast a linear layer saves a cast of its weight; ZeRO-3 gathers it cast, and autograd keeps none."""
+    example = torch.ones(4, 64), torch.zeros(4, dtype=torch.long)
+    graph = capture(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), classify, example)
+    saved = {
+        gathers: trace_saved_tensors(graph, BackendSetting(4, autocast=torch.bfloat16, gathers_cast=gathers))
+        for gathers in (False, True)
+    }
+    own = {gathers: sum(node.own_bytes for node in trace.nodes.values()) for gathers, trace in saved.items()}
+    # The input of the first layer has a cast of its own. The first layer's weight is not read in a backward pass.
+    assert own[False] - own[True] == 2 * 64 * 64
+    assert saved[True].storage_bytes == saved[False].storage_bytes

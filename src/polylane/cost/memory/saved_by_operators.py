@@ -16,6 +16,7 @@ from polylane.cost.memory.operator_trial import TensorForm
 from polylane.cost.memory.saved_tensor_trace import SavedTensorTrace, form_at
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
 from polylane.graph.graph import Graph
+from polylane.graph.operators.autocast_reads import find_weight_reads
 from polylane.graph.symbolic_sizes import ConcreteSizes
 from polylane.placement.operator_view import TensorKey, tensor_key
 from polylane.placement.placement import local_shape
@@ -47,7 +48,9 @@ def placeholder_form(graph: Graph, node: fx.Node, number: ConcreteSizes, setting
     if not isinstance(val, Tensor):
         return graph.code.constants[name] if kind == "constant" else val
     trains = kind == "parameter" and graph.parameters[name].trainable
-    form = form_at(val, number, setting.dtype)
+    form, cast = form_at(val, number, setting.dtype), setting.autocast
+    if setting.gathers_cast and trains and cast is not None and name in find_weight_reads(graph, cast).cast:
+        form = dataclasses.replace(form, dtype=cast)
     return dataclasses.replace(form, gradient=trains, is_parameter=kind == "parameter")
 
 

@@ -102,7 +102,9 @@ class SavedTensorTrace(GraphInterpreter):
         if not isinstance(value, TensorForm):
             return value
         key = (f"{kind}:{name}", 0)
-        self._record_output(key, OutputMemory(value), ())
+        # What is gathered cast has a gradient in its own dtype.
+        item = node.meta["val"].dtype.itemsize if self._setting.gathers_cast else value.dtype.itemsize
+        self._record_output(key, OutputMemory(value, new_bytes=value.bytes // value.dtype.itemsize * item), ())
         return key
 
     def _record_output(self, key: Key, output: OutputMemory, reads: Sequence[Key], node: str = "") -> None:

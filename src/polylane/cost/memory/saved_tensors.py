@@ -25,6 +25,7 @@ class BackendSetting:
         dtype: replaces float32 in the graph, parameters included; None to keep it.
         fused_attention: whether attention may use a fused kernel that does not save the scores.
         sync_batch_norm: whether batch normalization sums its statistics over replicas.
+        gathers_cast: whether what autocast casts comes cast already (ZeRO-3): no operator saves a cast of it.
     """
 
     samples: int
@@ -33,6 +34,7 @@ class BackendSetting:
     dtype: torch.dtype | None = None
     fused_attention: bool = True
     sync_batch_norm: bool = False
+    gathers_cast: bool = False
 
 
 @dataclass(frozen=True)

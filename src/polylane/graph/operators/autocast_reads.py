@@ -118,7 +118,7 @@ class _Reads(TorchDispatchMode):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._dtype, self._weights = dtype, dict[int, tuple[str, Tensor]]()
+        self._low_dtype, self._weights = dtype, dict[int, tuple[str, Tensor]]()
         self.cast, self.otherwise = set[str](), set[str]()
 
     def watch(self, name: str, weight: Tensor) -> None:
@@ -136,7 +136,7 @@ class _Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         names = set() if func.namespace == "prim" else self._names((args, kwargs))
-        if func is torch.ops.aten._to_copy.default and result.dtype == self._dtype:
+        if func is torch.ops.aten._to_copy.default and result.dtype == self._low_dtype:
             self.cast |= names
         else:  # a view reads nothing
             self.otherwise |= names if func._schema.is_mutable else names - self._names(result)
