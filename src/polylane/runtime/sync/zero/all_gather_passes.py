@@ -61,7 +61,7 @@ class GatheredPasses(StageHooks):
             them.
         waits: counter to which time and bytes of the running action are added.
         read_otherwise: names of parameters that the code reads in their own dtype: a unit with one of them is gathered
-            in that, even if others passes gather it in the dtype to which they cast it.
+            in that, even if other passes gather it in the dtype to which they cast it.
     """
 
     def __init__(
