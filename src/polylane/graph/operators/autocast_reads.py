@@ -7,7 +7,7 @@ weight that no operator gets but the cast itself is read in autocast's dtype alo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -35,7 +35,7 @@ def dtypes_under_autocast(graph: Graph, device_type: str, dtype: torch.dtype) ->
         device_type: torch's name of the device that autocast is for, "cpu" or "cuda".
         dtype: the lower-precision dtype of the autocast region.
     """
-    return _run_under_autocast(graph, device_type, dtype, _Reads(dtype)).dtypes
+    return _run_under_autocast(graph, device_type, dtype).dtypes
 
 
 class WeightReads(NamedTuple):
@@ -80,8 +80,10 @@ def find_cast_weights(graphs: Iterable[Graph], dtype: torch.dtype | None) -> fro
     return frozenset().union(*(read.cast for read in reads)).difference(*(read.otherwise for read in reads))
 
 
-def _run_under_autocast(graph: Graph, device_type: str, dtype: torch.dtype, reads: _Reads) -> _DtypeInterpreter:
-    """Run a graph on tensors without data, of any type of device, under autocast."""
+def _run_under_autocast(
+    graph: Graph, device_type: str, dtype: torch.dtype, reads: _Reads | None = None
+) -> _DtypeInterpreter:
+    """Run a graph on tensors without data, of any type of device, under autocast; note what it reads, if asked to."""
     part = SampleSlice(graph.samples, batch=graph.samples, open_sizes=graph.code.nominal_sizes)
     device = torch.device(device_type)
 
@@ -90,13 +92,16 @@ def _run_under_autocast(graph: Graph, device_type: str, dtype: torch.dtype, read
         if kind == "part":
             return part
         value = _without_data(node.meta["val"], device)
-        if kind == "parameter":
+        if kind == "parameter" and reads is not None:
             reads.watch(name, value)
         return value
 
     interpreter = _DtypeInterpreter(graph.code.fx, bind, device, reads)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _autocast_anywhere(device_type, dtype), reads:
-        reads.note_unknown(interpreter.run())
+    watching = nullcontext() if reads is None else reads
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _autocast_anywhere(device_type, dtype), watching:
+        outputs = interpreter.run()
+    if reads is not None:
+        reads.note_unknown(outputs)
     return interpreter
 
 
@@ -146,7 +151,9 @@ class _Reads(TorchDispatchMode):
 class _DtypeInterpreter(GraphInterpreter):
     """Records the dtype of every tensor; a node that cannot run without data gets the one that capture saw."""
 
-    def __init__(self, code: fx.Graph, bind: Callable[[fx.Node], Any], device: torch.device, reads: _Reads) -> None:
+    def __init__(
+        self, code: fx.Graph, bind: Callable[[fx.Node], Any], device: torch.device, reads: _Reads | None
+    ) -> None:
         super().__init__(code, bind)
         self._device, self._reads = device, reads
         self.dtypes: dict[str, torch.dtype] = {}
@@ -166,7 +173,8 @@ class _DtypeInterpreter(GraphInterpreter):
         # Some operators have no fake implementation.
         except Exception:
             pass
-        self._reads.note_unknown(arguments)
+        if self._reads is not None:
+            self._reads.note_unknown(arguments)
         return _without_data(node.meta.get("val"), self._device)
 
 
