@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -104,7 +105,7 @@ def measure_time(setting: Setting, device: torch.device) -> Iterator[Row]:
                 "ms": seconds[name] * 1e3,
                 "of torch's own": seconds[name] / seconds["torch's own"],
             }
-            if device.type == "cuda":
+            if device.type == "cuda" and not small:
                 torch.cuda.reset_peak_memory_stats(device)
                 before = torch.cuda.memory_allocated(device)
                 steps[name]()
@@ -118,7 +119,7 @@ def measure_time(setting: Setting, device: torch.device) -> Iterator[Row]:
 def measure(setting: Setting, device: torch.device) -> list[Row]:
     """Compare every value with the CPU's, bit by bit; runs in one worker."""
     host, rows = torch.device("cpu"), []
-    if device.type == "cuda":
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         rows.append(Row("dropout", "one kernel is used", {}, device_draws.find_kernel(device) is not None))
     for values, context, suffix in (
         (integer_operations, nullcontext, ""),
