@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import pytest
@@ -147,13 +148,26 @@ def test_parts_of_scores_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(own, wanted, rtol=0, atol=1e-14)
 
 
-def test_gradients_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_of_gradients(masked: bool) -> None:
     q, k, v = (torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    mask = torch.rand(5, 5, generator=torch.Generator().manual_seed(0)) < 0.7 if masked else None
 
     def run(*tensors: Tensor) -> Tensor:
-        return attention(PART, 5, None, *tensors, dropout_p=0.3, tile=20)
+        return attention(PART, 5, None, *tensors, attn_mask=mask, dropout_p=0.3, tile=20)
 
     assert torch.autograd.gradgradcheck(run, (q, k, v))
+
+
+def test_what_it_saves_is_autograd_s_to_free() -> None:
+    """Hooks on saved tensors, as recomputation has, free all of them: the mask too."""
+    q = torch.randn(3, 2, 11, 4, requires_grad=True)
+    mask = torch.ones(11, 11, dtype=torch.bool)
+    held = weakref.ref(mask)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: pytest.fail("not unpacked")):
+        out = attention(PART, 5, 0, q, q, q, attn_mask=mask, dropout_p=0.3)
+    del mask
+    assert held() is None and out.requires_grad
 
 
 def test_a_mask_with_a_gradient_gets_it() -> None:

@@ -95,20 +95,20 @@ def attention(
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
 
-    def attend_whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend_whole(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         scores = (query * factor) @ key.transpose(-2, -1)
         if is_causal:
             allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
             scores = scores.masked_fill(~allowed, -math.inf)
-        if attn_mask is not None:
-            scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
         # A row whose keys are all masked gives zeros, as torch's own operator does.
-        shares = scores.softmax(-1) if attn_mask is None else torch._safe_softmax(scores, -1)
+        shares = scores.softmax(-1) if mask is None else torch._safe_softmax(scores, -1)
         return dropout(part, salt, batch_dim, shares, dropout_p, True) @ value
 
     call = DroppedAttention(part, salt, batch_dim, dropout_p, is_causal, factor, attend_whole, tile)
     tiled = attend_in_tiles(call, query, key, value, attn_mask)
-    return attend_whole(query, key, value) if tiled is None else tiled
+    return attend_whole(query, key, value, attn_mask) if tiled is None else tiled
 
 
 def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,7 +37,7 @@ class DroppedAttention:
         dropout_p: probability that a score's share is dropped, less than 1.
         is_causal: whether a query sees only keys up to its own position.
         factor: number that the scores are multiplied with.
-        attend_whole: the same function of query, key and value without tiles, which can be differentiated twice.
+        attend_whole: the same function of query, key, value and mask without tiles, which can be differentiated twice.
         tile: number of scores in a tile; None: what suits the device.
     """
 
@@ -47,7 +47,7 @@ class DroppedAttention:
     dropout_p: float
     is_causal: bool
     factor: float
-    attend_whole: Callable[[Tensor, Tensor, Tensor], Tensor]
+    attend_whole: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     tile: int | None = None
 
     @property
@@ -168,7 +168,7 @@ class _Tiled(torch.autograd.Function):
         if torch.is_grad_enabled():  # the gradient is itself to be differentiated
             inputs = (query, key, value)
             sources = [tensor for tensor in inputs if tensor.requires_grad]
-            gradients = iter(torch.autograd.grad(call.attend_whole(*inputs), sources, grads, create_graph=True))
+            gradients = iter(torch.autograd.grad(call.attend_whole(*inputs, mask), sources, grads, create_graph=True))
             return None, *(next(gradients) if tensor.requires_grad else None for tensor in inputs), None
         # 16-bit gradients of keys are summed over tiles in 32 bits.
         dtype = torch.float32 if query.dtype.itemsize == 2 else query.dtype
