@@ -53,6 +53,14 @@ def test_launches_are_lawful(plan: str) -> None:
     require_lawful(plan)
 
 
+def test_weights_are_gathered_in_the_dtype_of_the_passes() -> None:
+    """In two dtypes, in one order, and nobody reads them before they are there: outputs hold NaN until then."""
+    plan = "data=2,microbatches=2,shard=parameters,precision=bfloat16"
+    recording = record_training("gpt", plan, 2, dtype=torch.float32)
+    assert list_violations(recording.launches) == []
+    assert recording.difference < 0.02
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", WHOLE)
 def test_launches_of_every_family_are_lawful(plan: str) -> None:

@@ -51,8 +51,9 @@ def record_training(
     steps: int = STEPS,
     clip_norm: float | None = None,
     start_method: StartMethod = "fork",
+    dtype: torch.dtype = torch.float64,
 ) -> Recording:
-    """Train by a plan in float64, and record.
+    """Train by a plan, and record.
 
     Args:
         name: one of the trainings' names.
@@ -61,11 +62,12 @@ def record_training(
         steps: number of steps.
         clip_norm: bound on the gradients' norm; None: none, as in the plain loop.
         start_method: "spawn" where there are devices, pretended or not.
+        dtype: of the model; float64 is what no autocast casts.
 
     Raises:
         WorkerFailed: the training failed, or did not end.
     """
-    work = partial(_train_recorded, name, plan, steps, clip_norm)
+    work = partial(_train_recorded, name, plan, steps, clip_norm, dtype)
     reports = start_workers(work, workers, start_method=start_method)
     plain = train_plainly(name, steps, torch.device("cpu"))
     weights = reports[0][2]
@@ -84,10 +86,10 @@ def become_nccl_worker() -> None:
 
 
 def _train_recorded(
-    name: str, plan: str, steps: int, clip_norm: float | None, context: WorkerContext
+    name: str, plan: str, steps: int, clip_norm: float | None, dtype: torch.dtype, context: WorkerContext
 ) -> tuple[Sequence[Launch], int, dict[str, Tensor], Counter[str]]:
     become_nccl_worker()
-    model, loss, dtype = build(name, torch.float64), trainings()[name][1], torch.float64
+    model, loss = build(name, dtype), trainings()[name][1]
     example, waits = batch_of(name, 0, dtype), HostWaits()
     job = polylane.parallelize(model, loss, sgd, example=example, plan=plan, audit="off", clip_norm=clip_norm)
     with job:
