@@ -9,6 +9,11 @@ import pytest
 import torch
 
 from benchmarks.gpu.families import EQUAL, OWN, TIMED
+from benchmarks.gpu.trainings import batch_of, build, sgd, trainings
+from polylane.compile.compiled_training import compile_training
+from polylane.compile.objectives import build_objectives
+from polylane.compile.training_problem import TrainingProblem
+from polylane.inspection.plan_report import count_plan_communicators
 from polylane.plan.spec import parse
 from tests.support.nccl.fake_nccl import Launch
 from tests.support.nccl.launch_laws import list_violations
@@ -40,9 +45,18 @@ ON_THE_CPU = {
 }
 
 
+def count_foretold(name: str, plan: str) -> tuple[int, ...]:
+    """The communicators of each worker, as ``inspect`` says them without running anything."""
+    objectives = build_objectives(trainings()[name][1], sgd, None)
+    problem = TrainingProblem(build(name, torch.float64), objectives, batch_of(name, 0, torch.float64))
+    return count_plan_communicators(compile_training(problem, plan))
+
+
 def require_lawful(plan: str) -> None:
-    recording = record_training("gpt, untied" if "pipedream" in plan else "gpt", plan, parse(plan).processes)
+    name = "gpt, untied" if "pipedream" in plan else "gpt"
+    recording = record_training(name, plan, parse(plan).processes)
     assert list_violations(recording.launches) == []
+    assert recording.communicators == list(count_foretold(name, plan))
     assert sum(len(launches) for launches in recording.launches) > 0
     if plan in (*EQUAL[2], *EQUAL[4]):
         assert recording.difference < 1e-9

@@ -132,6 +132,12 @@ def _show(graph: Graph, report: dict[str, Any]) -> None:
     if "plan" in report:
         print()
         _show_cut(out, report)
+        if communicators := report["communicators"]:
+            fewest, largest = min(communicators), max(communicators)
+            numbers = f"{fewest}" if fewest == largest else f"{fewest} to {largest}"
+            print(
+                f"communicators of a worker, where NCCL connects GPUs: {numbers}; their memory is not in any prediction"
+            )
         show_splits(report["plan"], {axis: split["lines"] for axis, split in report["splits"].items()})
     if "file" in report:
         print()

@@ -33,11 +33,15 @@ from polylane.planner import problem as setup
 from polylane.probe.machine import running_cluster
 from polylane.program.boxes import box_volume
 from polylane.program.lower import crossing_as_sent
+from polylane.runtime.connections.connections import count_communicators, declare_transports
+from polylane.runtime.pipeline.bind_program import lower_ahead
 from polylane.runtime.workers.world import accelerator_type
 from polylane.schedule.live import peak_live
 from polylane.sharding.cost_model import CostSetting
 from polylane.sharding.explain import explain, format_explanation
 from polylane.sharding.layout import Layout
+
+MOST_WORKERS = 64  # whose programs are made to count their communicators
 
 
 def report_plan(
@@ -61,7 +65,14 @@ def report_plan(
         "gathers": _gathers(prepared),
         "crossings": _crossings(prepared.main_partition),
         "splits": _splits(prepared),
+        "communicators": count_plan_communicators(prepared) if prepared.plan.workers <= MOST_WORKERS else None,
     }
+
+
+def count_plan_communicators(prepared: CompiledTraining) -> tuple[int, ...]:
+    """Return how many communicators each worker has where each has a GPU, and NCCL carries everything."""
+    programs = lower_ahead(prepared).values()
+    return count_communicators(declare_transports(prepared, programs, is_ordered=True).values(), prepared.plan.workers)
 
 
 def price_stages(prepared: CompiledTraining, seconds: Sequence[Both], batch: int) -> tuple[PlanCost, ...]:

@@ -67,8 +67,8 @@ class DataParallel:
         # Batch statistics have a group of their own: their collectives come inside passes, and would get in between
         # those of the gradients in another order on each worker.
         connect = watch_transports(choose_transport(self.world), self.world.progress)
-        self._transport = connect(self.world, [], [everyone])
-        self._statistics = connect(self.world, [], [everyone], tag=1, own_groups=True)
+        self._transport = connect(self.world, [], [everyone], exchanges=False)
+        self._statistics = connect(self.world, [], [everyone], tag=1, own_groups=True, exchanges=False)
         self._parameters = list(dict.fromkeys(p for model in models for p in model.parameters()))
         for model in models:
             model.to(self.world.device)

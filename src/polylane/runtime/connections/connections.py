@@ -21,7 +21,7 @@ from polylane.plan.plan import Plan
 from polylane.program.check import list_channels
 from polylane.program.lower import possible_groups
 from polylane.program.program import Program
-from polylane.runtime.connections.byte_counters import AGREEMENT, OPERATORS, STATISTICS
+from polylane.runtime.connections.byte_counters import AGREEMENT, OPERATORS, STAGES, STATISTICS
 from polylane.runtime.connections.shard_groups import all_shard_groups, shard_group
 from polylane.runtime.progress.watched_transport import watch_transports
 from polylane.runtime.span_clock import CollectiveWaits, clock_of_device
@@ -63,6 +63,91 @@ class Connections:
             transport.close()
 
 
+@dataclass(frozen=True)
+class DeclaredTransport:
+    """What one transport of a plan is opened for.
+
+    Attributes:
+        tag: the transport's number in the table above.
+        groups: ranks of all its collectives, sorted; of those of one rank nothing is opened.
+        channels: directed pairs of ranks between which messages are sent, sorted.
+        exchanges: whether its groups run all-to-alls.
+    """
+
+    tag: int
+    groups: Sequence[tuple[int, ...]]
+    channels: Sequence[tuple[int, int]] = ()
+    exchanges: bool = False
+
+    @property
+    def own_groups(self) -> bool:
+        """Whether the world's own group is left to other transports."""
+        return self.tag != 0
+
+
+def declare_transports(
+    prepared: CompiledTraining, programs: Collection[Sequence[Program]], is_ordered: bool
+) -> dict[str, DeclaredTransport]:
+    """Return the transports of a job by purpose, in the order in which they are opened; the same for every worker.
+
+    Args:
+        prepared: the compiled training that is to be run.
+        programs: for every objective, the programs of all workers.
+        is_ordered: whether there is a communicator for each channel, see :class:`.protocol.Transport`.
+    """
+    plan = prepared.plan
+    ranks = range(plan.workers)
+    peers = {(rank, peer) for rank in ranks for s in range(plan.pipeline) for peer in plan.peers(rank, s)}
+    replicas = sorted({plan.group(rank, ("data",)) for rank in ranks})
+    # NCCL has one communicator for each pair, which takes time and memory: only pairs that exchange messages get one.
+    # Elsewhere all pairs are opened that may exchange values.
+    trained = {
+        name for series in programs for program in series for bucket in program.buckets for name in bucket.parameters
+    }
+    later = {stages for name, stages in prepared.owning_stages.items() if name not in trained}
+    if is_ordered and not later:
+        pairs = sorted({pair for series in programs for pair in list_channels(series)})
+    else:
+        pairs = sorted((a, b) for a, b in peers if a != b)
+    # Every group that any rank reduces over is declared on all ranks: torch.distributed creates groups collectively.
+    buckets = [bucket.ranks for series in programs for program in series for bucket in program.buckets]
+    buckets += [ranks for stages in later for ranks in possible_groups(plan, stages)]
+    groups = {
+        *(column_ranks(plan, rank) for rank in ranks),
+        *buckets,
+        *replicas,
+        *(group for rank in ranks for group in (replica_ranks(plan, rank), plan.group(rank, plan.axes))),
+        *all_shard_groups(plan, programs),
+        *groups_within_replicas(plan, buckets),
+        tuple(ranks),
+    }
+    # Shorter gradients are exchanged, and each rank adds up its part.
+    transports = {STAGES: DeclaredTransport(0, sorted(groups), pairs, exchanges=plan.sync.wire != "same")}
+    axes = [prepared.main.layouts.axes(stage) for stage in range(plan.pipeline)]
+    if any(axes):
+        stages = [plan.stage_and_replica(rank)[0] for rank in ranks]
+        lines = sorted({plan.group(rank, (axis,)) for rank, stage in enumerate(stages) for axis in axes[stage]})
+        transports[OPERATORS] = DeclaredTransport(2, lines, exchanges=True)
+    if plan.sync.shard == "parameters":
+        transports[AGREEMENT] = DeclaredTransport(3, sorted({shard_group(plan, rank) for rank in ranks}))
+    statistics = any(_syncs_statistics(partition) for partition in prepared.partitions.values())
+    if plan.data > 1 and statistics and not prepared.batch_is_sharded:
+        # Statistics interleave with the gradients' reductions, in an order that differs between workers.
+        transports[STATISTICS] = DeclaredTransport(1, replicas)
+    return transports
+
+
+def count_communicators(transports: Collection[DeclaredTransport], workers: int) -> tuple[int, ...]:
+    """Return how many communicators each worker has over NCCL: one for each of its channels and groups.
+
+    Args:
+        transports: all transports of a job.
+        workers: number of its workers.
+    """
+    opened = [ranks for t in transports for ranks in (*t.channels, *t.groups) if len(ranks) > 1]
+    return tuple(sum(rank in ranks for ranks in opened) for rank in range(workers))
+
+
 def open_connections(
     prepared: CompiledTraining, world: World, programs: Collection[Sequence[Program]], connect: Connect | None = None
 ) -> Connections:
@@ -76,53 +161,22 @@ def open_connections(
     """
     plan, connect = prepared.plan, choose_transport(world) if connect is None else connect
     connect = watch_transports(connect, world.progress)
-    statistics = any(_syncs_statistics(partition) for partition in prepared.partitions.values())
-    ranks = range(world.size)
-    peers = {(rank, peer) for rank in ranks for s in range(plan.pipeline) for peer in plan.peers(rank, s)}
-    replicas = sorted({plan.group(rank, ("data",)) for rank in ranks})
-    # NCCL has one communicator for each pair, which takes time and memory: only pairs that exchange messages get one.
-    # Elsewhere all pairs are opened that may exchange values.
-    trained = {
-        name for series in programs for program in series for bucket in program.buckets for name in bucket.parameters
+    transports = {
+        purpose: connect(
+            world, entry.channels, entry.groups, tag=entry.tag, own_groups=entry.own_groups, exchanges=entry.exchanges
+        )
+        for purpose, entry in declare_transports(prepared, programs, world.is_ordered).items()
     }
-    later = {stages for name, stages in prepared.owning_stages.items() if name not in trained}
-    if world.is_ordered and not later:
-        pairs = sorted({pair for series in programs for pair in list_channels(series)})
-    else:
-        pairs = sorted((a, b) for a, b in peers if a != b)
-    # Every group that any rank reduces over is declared on all ranks: torch.distributed creates groups collectively.
-    buckets = [bucket.ranks for series in programs for program in series for bucket in program.buckets]
-    buckets += [ranks for stages in later for ranks in possible_groups(plan, stages)]
-    whole_groups = [group for rank in ranks for group in (replica_ranks(plan, rank), plan.group(rank, plan.axes))]
-    columns = {column_ranks(plan, rank) for rank in ranks}
-    shards = all_shard_groups(plan, programs)
-    groups = {
-        *columns,
-        *buckets,
-        *replicas,
-        *whole_groups,
-        *shards,
-        *groups_within_replicas(plan, buckets),
-        tuple(ranks),
-    }
-    transport = connect(world, pairs, sorted(groups))
-    mesh, inner = _open_mesh(
-        world, plan, connect, [prepared.main.layouts.axes(stage) for stage in range(plan.pipeline)]
-    )
-    transports = {} if inner is None else {OPERATORS: inner}
-    if plan.sync.shard == "parameters":
-        shard_groups = sorted({shard_group(plan, rank) for rank in ranks})
-        transports[AGREEMENT] = connect(world, [], shard_groups, tag=3, own_groups=True)
-    if plan.data == 1 or not statistics or prepared.batch_is_sharded:
-        return Connections(transport, None, mesh, transports)
-    # Statistics interleave with the gradients' reductions, in an order that differs between workers.
-    transports[STATISTICS] = summing = connect(world, [], replicas, tag=1, own_groups=True)
+    mesh = _make_mesh(world, plan, transports.get(OPERATORS), prepared)
+    main = transports.pop(STAGES)
+    if (summing := transports.get(STATISTICS)) is None:
+        return Connections(main, None, mesh, transports)
     members = plan.group(world.rank, ("data",))
 
     def sum_replicas(tensor: Tensor) -> Tensor:
         return summing.all_reduce(tensor, members).wait()
 
-    return Connections(transport, sum_replicas, mesh, transports)
+    return Connections(main, sum_replicas, mesh, transports)
 
 
 def _syncs_statistics(partition: Partition) -> bool:
@@ -162,19 +216,14 @@ def column_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
     return tuple(plan.peers(rank, stage)[0] for stage in plan.first_chunks)
 
 
-def _open_mesh(
-    world: World, plan: Plan, connect: Connect, axes: Sequence[Sequence[str]]
-) -> tuple[WorkerMesh, Transport | None]:
-    """Open the axes along which this worker's operators are sharded, and the transport of their collectives.
+def _make_mesh(world: World, plan: Plan, transport: Transport | None, prepared: CompiledTraining) -> WorkerMesh:
+    """Return the axes along which this worker's operators are sharded.
 
-    These interleave with gradients and with the values between stages, so they have channels of their own.
+    Their collectives interleave with gradients and with the values between stages, so they have groups of their own.
     """
     waits = CollectiveWaits(clock_of_device(world.device), world.progress)
-    if not any(axes):
-        return WorkerMesh(waits=waits), None
-    stages = [plan.stage_and_replica(rank)[0] for rank in range(world.size)]
-    groups = sorted({plan.group(rank, (axis,)) for rank, stage in enumerate(stages) for axis in axes[stage]})
-    inner = connect(world, [], groups, tag=2, own_groups=True)
-    axis_names = axes[stages[world.rank]]
-    mesh_axes = {axis: TransportAxis(plan.ranks_along(world.rank, axis), inner, waits) for axis in axis_names}
-    return WorkerMesh(mesh_axes, {name: axis.index for name, axis in mesh_axes.items()}, waits), inner
+    if transport is None:
+        return WorkerMesh(waits=waits)
+    axis_names = prepared.main.layouts.axes(plan.stage_and_replica(world.rank)[0])
+    mesh_axes = {axis: TransportAxis(plan.ranks_along(world.rank, axis), transport, waits) for axis in axis_names}
+    return WorkerMesh(mesh_axes, {name: axis.index for name, axis in mesh_axes.items()}, waits)

@@ -223,10 +223,12 @@ class HierarchicalConnections:
         groups: Iterable[Iterable[int]] = (),
         tag: int = 0,
         own_groups: bool = False,
+        exchanges: bool = True,
     ) -> HierarchicalTransport | shared_memory.SharedMemoryTransport:
         """Build a transport; the arguments are those of :class:`.c10d.C10dTransport`.
 
-        Over shared memory every transport has keys and groups of its own, whatever ``tag`` and ``own_groups`` say.
+        Over shared memory every transport has keys and groups of its own, whatever ``tag`` and ``own_groups`` say, and
+        all pairs are connected, whatever ``exchanges`` says.
 
         Raises:
             PolylaneError: earlier transports have been closed, and the workers of a host cannot connect again.
