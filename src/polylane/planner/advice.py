@@ -12,15 +12,18 @@ from polylane.observe.time_account import account_time
 from polylane.plan.fixed_keys import ScheduleOption
 from polylane.plan.options import ROUND_ROBIN
 from polylane.plan.spec import format_degrees, shorten_plan
-from polylane.planner.ranked_plan import RankedPlan
+from polylane.plan.sync import SUM
+from polylane.planner.ranked_plan import RankedPlan, weigh
 from polylane.planner.schedule_options import PLAIN_SCHEDULE, penalize
 from polylane.planner.search import SearchRequest, SearchResult, search
 from polylane.planner.stage_curves import CurveCache
-from polylane.planner.uniform_plans import RatedPlan
+from polylane.planner.uniform_plans import RatedPlan, UniformPlan, rate_uniform_plan
 
 ISSUING = "the host, which does not issue operators as fast as the device computes them"
 # Relative speed-up below which a change is not worth mentioning.
 WORTH = 0.03
+# Plans of a search, the fastest first, that are rated again to see what would make the step faster.
+RATED_AGAIN = 48
 
 
 @dataclass(frozen=True)
@@ -193,21 +196,32 @@ def _single_device_factor(answer: SearchResult, best: RankedPlan) -> float | Non
 
 
 def _find_improvements(answer: SearchResult, best: RankedPlan) -> list[Improvement]:
-    """Search again with twice the bandwidth, memory or batch, by estimate only, and return what speeds up the step."""
+    """Rate the fastest plans of a search again, with twice the bandwidth, memory or batch; return what is faster.
+
+    By estimate only, and plans with equal meshes only. Those that were too large are among them: with more memory they
+    may fit.
+    """
     estimates, wish = answer.estimates, answer.wish
     cluster, gains = estimates.basis.cluster, list[Improvement]()
     pace = best.candidate.seconds / estimates.batch
+    known_plans = sorted((*answer.fitting_candidates, *answer.too_large_candidates), key=lambda c: c.seconds)
+    equal_plans = [c for c in known_plans if len(set(c.meshes)) == 1 and not c.stage_of_piece][:RATED_AGAIN]
 
-    def tried(change: str, curves: CurveCache, request: SearchRequest) -> None:
-        candidates = search(curves, replace(request, plan_count=1), finalists=0).fitting_candidates
-        if candidates:
-            fastest = candidates[0]
+    def rate_again(change: str, curves: CurveCache, limit: float) -> None:
+        variants = {c.sync: curves.with_sync(c.sync) if c.sync != SUM else curves for c in equal_plans}
+        rated_plans = (
+            rate_uniform_plan(variants[c.sync], UniformPlan.of(c), limit, wish.fixed.schedules) for c in equal_plans
+        )
+        fitting = [c for c in rated_plans if c is not None and c.fits]
+        if fitting:
+            fastest = min(fitting, key=lambda c: weigh(c, c.seconds))
             gains.append(Improvement(change, pace / (fastest.seconds / curves.batch), describe_candidate(fastest)))
 
     if cluster.count > 1:
-        tried("links twice as fast", estimates.on_cluster(with_faster_links(cluster, 2.0)), wish)
-    tried("twice the memory", estimates, replace(wish, memory_limit=2 * wish.memory_limit))
-    tried("twice the batch", CurveCache(estimates.basis, 2 * estimates.batch, estimates.staying, estimates.sync), wish)
+        rate_again("links twice as fast", estimates.on_cluster(with_faster_links(cluster, 2.0)), wish.memory_limit)
+    rate_again("twice the memory", estimates, 2 * wish.memory_limit)
+    twice = CurveCache(estimates.basis, 2 * estimates.batch, estimates.staying, estimates.sync)
+    rate_again("twice the batch", twice, wish.memory_limit)
     return sorted((h for h in gains if h.faster > 1 + WORTH), key=lambda h: -h.faster)
 
 

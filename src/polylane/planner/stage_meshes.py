@@ -254,6 +254,7 @@ class StageMeshSearch:
         times = np.full_like(tails, np.inf)
         choice, ends = (np.full(tails.shape, -1, dtype=np.int64) for _ in "12")
         upper = np.triu(np.ones((count, count), dtype=bool), 1)
+        reached = np.isfinite(tails).any(axis=1)  # numbers of workers on which there are stages to the end
         for number, option in enumerate(self.options):
             quick = upper & (option.period <= bound)
             if not quick.any():
@@ -263,13 +264,15 @@ class StageMeshSearch:
             full_cost = option.seconds + option.closing_seconds / self.microbatches
             live, cost = 0, full_cost
             for used in range(option.mesh.workers, self.workers + 1):
+                if not reached[used - option.mesh.workers]:
+                    continue
                 if live != (live := self.count_live(option, stages, used)):
                     cost = np.where(quick & (self.stage_bytes(number, live) <= self.limit), full_cost, np.inf)
-                total = cost + tails[used - option.mesh.workers][None, :]
-                end = np.argmin(total, axis=1)
-                value = total[np.arange(count), end]
-                better = value < times[used]
-                times[used][better], choice[used][better], ends[used][better] = value[better], number, end[better]
+                total = cost + tails[used - option.mesh.workers]
+                value = total.min(axis=1)
+                if (better := value < times[used]).any():
+                    times[used][better], choice[used][better] = value[better], number
+                    ends[used][better] = np.argmin(total[better], axis=1)
         return _SearchRound(times, choice, ends)
 
 
