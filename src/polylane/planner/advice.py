@@ -207,11 +207,14 @@ def _find_improvements(answer: SearchResult, best: RankedPlan) -> list[Improveme
     known_plans = sorted((*answer.fitting_candidates, *answer.too_large_candidates), key=lambda c: c.seconds)
     equal_plans = [c for c in known_plans if len(set(c.meshes)) == 1 and not c.stage_of_piece][:RATED_AGAIN]
 
-    def rate_again(change: str, curves: CurveCache, limit: float) -> None:
+    def rate_again(change: str, curves: CurveCache, limit: float, counts: Sequence[int] = (1,)) -> None:
         variants = {c.sync: curves.with_sync(c.sync) if c.sync != SUM else curves for c in equal_plans}
-        rated_plans = (
-            rate_uniform_plan(variants[c.sync], UniformPlan.of(c), limit, wish.fixed.schedules) for c in equal_plans
-        )
+        uniform_plans = [
+            (variants[c.sync], replace(uniform, microbatches=count * uniform.microbatches))
+            for c, uniform in ((c, UniformPlan.of(c)) for c in equal_plans)
+            for count in counts
+        ]
+        rated_plans = [rate_uniform_plan(*pair, limit, wish.fixed.schedules) for pair in uniform_plans]
         fitting = [c for c in rated_plans if c is not None and c.fits]
         if fitting:
             fastest = min(fitting, key=lambda c: weigh(c, c.seconds))
@@ -221,7 +224,8 @@ def _find_improvements(answer: SearchResult, best: RankedPlan) -> list[Improveme
         rate_again("links twice as fast", estimates.on_cluster(with_faster_links(cluster, 2.0)), wish.memory_limit)
     rate_again("twice the memory", estimates, 2 * wish.memory_limit)
     twice = CurveCache(estimates.basis, 2 * estimates.batch, estimates.staying, estimates.sync)
-    rate_again("twice the batch", twice, wish.memory_limit)
+    counts = (1,) if wish.microbatches is not None else (1, 2)
+    rate_again("twice the batch", twice, wish.memory_limit, counts)
     return sorted((h for h in gains if h.faster > 1 + WORTH), key=lambda h: -h.faster)
 
 
