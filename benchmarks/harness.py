@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from polylane.profiling.machine_load import measure_undisturbed
 from polylane.runtime.workers.parent_tie import tie_to_parent
 
 # What one worker of a contender does: given its rank, it sets itself up and returns the function that runs one step.
@@ -142,19 +143,29 @@ def turn(contender: Contender, steps: int, lead: int = 0) -> float:
 def race(contenders: Sequence[Contender], rounds: int, steps: int, warm_up: int = 2, lead: int = 0) -> None:
     """Rounds in which every contender has its turn, in an order that turns round with the rounds.
 
+    A turn that other programs disturb is repeated once, and the less disturbed one counts; a single round is a try.
+
     Args:
         contenders: who takes part.
         rounds, steps: turns of each, and steps of a turn.
         warm_up: steps before the first round.
         lead: steps of every turn that do not count: after its pause a contender finds caches full of the others'.
     """
+    disturbed = 0
     with running(contenders):
         for contender in contenders:
             turn(contender, warm_up)
         for number in range(rounds):
             shift = number % len(contenders)
             for contender in [*contenders[shift:], *contenders[:shift]]:
-                contender.seconds.append(turn(contender, steps, lead))
+                if rounds == 1:
+                    contender.seconds.append(turn(contender, steps, lead))
+                    continue
+                seconds, load = measure_undisturbed(lambda _, racer=contender: turn(racer, steps, lead))
+                contender.seconds.append(seconds)
+                disturbed += load.is_disturbing
+    if disturbed:
+        print(f"{disturbed} of {rounds * len(contenders)} turns were disturbed by other programs, twice each")
 
 
 def table(contenders: Sequence[Contender], base: str) -> str:

@@ -14,6 +14,7 @@ from polylane.probe import cases as sweep
 from polylane.probe.conclusion import conclude
 from polylane.probe.device_speed import TimedCase
 from polylane.probe.measure import Accelerator, WorkerMeasurements
+from polylane.profiling.machine_load import MachineLoad
 from polylane.yaml_file import parse
 from tests.support.known_measurements import messages
 
@@ -55,4 +56,4 @@ def test_a_gpu_without_a_preset_has_a_name_and_the_peaks_that_were_reached() -> 
     device = measured.cluster.device(0)
     assert (device.kind, device.price) == ("NVIDIA Unheard-Of", 0.0)
     assert set(device.flops) == {"bfloat16", "float32"}
-    assert read.from_mapping(parse(measured.text("now", 0.0))) == measured.cluster
+    assert read.from_mapping(parse(measured.text("now", MachineLoad()))) == measured.cluster

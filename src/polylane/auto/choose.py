@@ -19,6 +19,7 @@ from polylane.plan.plan import Plan
 from polylane.planner.find_plans import check_batch, find_plans
 from polylane.planner.search import SearchResult
 from polylane.profiling.host_contention import measure_model_contention
+from polylane.profiling.machine_load import SO_WHAT, LoadWatch, measure_undisturbed
 from polylane.profiling.profile_model import profiled
 from polylane.runtime.workers import allocator
 from polylane.samples.microbatch_limit import min_samples
@@ -87,7 +88,15 @@ def measure(graph: Graph, problem: TrainingProblem, copies: int = 1) -> Profile 
         allocator.retain_freed_memory()  # nodes take longer where memory is mapped anew, which workers never do
     fewest = min_samples([graph]).samples
     sizes = sorted({max(fewest, -(-problem.samples // parts)) for parts in PARTS})
-    profile = profiled(graph, model, objective.loss, objective.optimizer, leaves, rebuild, sizes)
+    factory = objective.optimizer
+
+    def measure_once(watch: LoadWatch) -> Profile:
+        return profiled(graph, model, objective.loss, factory, leaves, rebuild, sizes, watch)
+
+    profile, load = measure_undisturbed(measure_once)
+    if load.is_disturbing:
+        profile = replace(profile, disturbance=str(load))
+        print(f"while the model was measured, {load}: {SO_WHAT}", file=sys.stderr, flush=True)
     if copies < 2 or not on_cpu:
         return profile
     half = take_first_samples(leaves, max(fewest, problem.samples // 2))

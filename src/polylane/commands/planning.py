@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -104,6 +105,10 @@ def _profile(graph: Graph, cluster: Cluster, path: str) -> Profile:
         raise PolylaneError(
             f"nothing was measured of {path} on {device.kind}: polylane probe --profile {path}, with the same --set"
         )
+    if profile.disturbance:
+        from polylane.profiling.machine_load import SO_WHAT
+
+        print(f"while {path} was measured, {profile.disturbance}: {SO_WHAT}", file=sys.stderr, flush=True)
     return profile
 
 

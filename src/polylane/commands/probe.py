@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from contextlib import closing
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
     from polylane.graph.graph import Graph
     from polylane.probe.conclusion import MeasuredMachine
     from polylane.probe.effort import Effort
+    from polylane.profiling.machine_load import MachineLoad
     from polylane.runtime.workers.started_worker import WorkerContext
-
-BUSY = 0.5  # load average per core above which the user is told that the machine was busy
 
 
 def run(request: ProbeRequest, effort: Effort | None = None) -> None:
@@ -69,26 +67,26 @@ def _machine(output: Path, workers: int, effort: Effort | None, json: bool) -> d
     from polylane.probe.effort import thorough
     from polylane.probe.machine import accelerators
     from polylane.probe.measure import further_dtypes, measure_machine, traffic_worlds
+    from polylane.profiling.machine_load import LoadWatch
 
     kind = "cuda" if accelerators() else "cpu"
     effort = effort or thorough(kind)
-    # Read before measuring, which is a load itself.
-    load, start = os.getloadavg()[0], time.perf_counter()
+    start, watch = time.perf_counter(), LoadWatch()
     ticks = effort.progress_ticks(workers, len(further_dtypes(kind)), traffic_worlds(workers))
     with closing(_Display(ticks)) as display:
         measured = conclude(measure_machine(workers, effort, display), workers)
+    load = watch.read()
     write_text(output, measured.text(time.strftime("%Y-%m-%d %H:%M"), load))
     seconds = time.perf_counter() - start
     if not json:
         _print_machine(measured, output, seconds, load)
     link = None if measured.link is None else {"median": measured.link[0], "worst": measured.link[1]}
     off = {"median": measured.device.median, "worst": measured.device.worst, "families": measured.device.families}
-    return {"file": str(output), "seconds": seconds, "load": load, "operators": off, "messages": link}
+    foreign = {"cores": load.foreign_cores, "slowdown": load.slowdown, "disturbing": load.is_disturbing}
+    return {"file": str(output), "seconds": seconds, "load": foreign, "operators": off, "messages": link}
 
 
-def _print_machine(measured: MeasuredMachine, output: Path, seconds: float, load: float) -> None:
-    from polylane.probe.machine import cores
-
+def _print_machine(measured: MeasuredMachine, output: Path, seconds: float, load: MachineLoad) -> None:
     host = measured.cluster.hosts[0]
     device, link, off = host.device, host.link, measured.device
     rates = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s {dtype}" for dtype, rate in device.achieved.items())
@@ -99,8 +97,8 @@ def _print_machine(measured: MeasuredMachine, output: Path, seconds: float, load
     if link is not None and measured.link is not None:
         median, worst = measured.link
         print(f"messages: {link.bandwidth / 1e9:.2f} GB/s, known to within {median:.0%} (median; worst {worst:.0%})")
-    if load > BUSY * cores():
-        print(f"the machine was busy ({load:.1f} processes at work before): measure again when it is idle")
+    if load.is_disturbing:
+        print(f"meanwhile {load}: measure again when the machine is idle")
     print_line(f"{output} is written, in {seconds:.0f} s")
 
 

@@ -15,7 +15,7 @@ from polylane.plan.spec import format_degrees, shorten_plan
 from polylane.plan.sync import SUM
 from polylane.planner.ranked_plan import RankedPlan, weigh
 from polylane.planner.schedule_options import PLAIN_SCHEDULE, penalize
-from polylane.planner.search import SearchRequest, SearchResult, search
+from polylane.planner.search import SearchResult, search
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan, UniformPlan, rate_uniform_plan
 
@@ -223,9 +223,9 @@ def _find_improvements(answer: SearchResult, best: RankedPlan) -> list[Improveme
     if cluster.count > 1:
         rate_again("links twice as fast", estimates.on_cluster(with_faster_links(cluster, 2.0)), wish.memory_limit)
     rate_again("twice the memory", estimates, 2 * wish.memory_limit)
-    twice = CurveCache(estimates.basis, 2 * estimates.batch, estimates.staying, estimates.sync)
+    double_batch = CurveCache(estimates.basis, 2 * estimates.batch, estimates.staying, estimates.sync)
     counts = (1,) if wish.microbatches is not None else (1, 2)
-    rate_again("twice the batch", twice, wish.memory_limit, counts)
+    rate_again("twice the batch", double_batch, wish.memory_limit, counts)
     return sorted((h for h in gains if h.faster > 1 + WORTH), key=lambda h: -h.faster)
 
 

@@ -254,7 +254,8 @@ class StageMeshSearch:
         times = np.full_like(tails, np.inf)
         choice, ends = (np.full(tails.shape, -1, dtype=np.int64) for _ in "12")
         upper = np.triu(np.ones((count, count), dtype=bool), 1)
-        reached = np.isfinite(tails).any(axis=1)  # numbers of workers on which there are stages to the end
+        # Numbers of workers on which there are stages to the end.
+        reachable = np.isfinite(tails.min(axis=1))
         for number, option in enumerate(self.options):
             quick = upper & (option.period <= bound)
             if not quick.any():
@@ -264,7 +265,7 @@ class StageMeshSearch:
             full_cost = option.seconds + option.closing_seconds / self.microbatches
             live, cost = 0, full_cost
             for used in range(option.mesh.workers, self.workers + 1):
-                if not reached[used - option.mesh.workers]:
+                if not reachable[used - option.mesh.workers]:
                     continue
                 if live != (live := self.count_live(option, stages, used)):
                     cost = np.where(quick & (self.stage_bytes(number, live) <= self.limit), full_cost, np.inf)

@@ -19,6 +19,7 @@ from polylane.probe.fit_device import FitErrors
 from polylane.probe.link_speed import TimedTraffic
 from polylane.probe.machine import available_memory, cpu_name, find_preset, shared_cores
 from polylane.probe.measure import Accelerator, WorkerMeasurements
+from polylane.profiling.machine_load import MachineLoad
 
 DIGITS = 4  # significant digits of a figure
 
@@ -39,17 +40,17 @@ class MeasuredMachine:
     device: FitErrors
     link: tuple[float, float] | None
 
-    def text(self, when: str, load: float) -> str:
+    def text(self, when: str, load: MachineLoad) -> str:
         """Return the cluster file, headed by a comment on the origin of its figures.
 
         Args:
             when: date and time of the measurement.
-            load: load average of the machine before the measurement.
+            load: what disturbed the measurement.
         """
         workers, off = self.cluster.count, self.device
         lines = [
             f"# Measured by polylane probe, {when}: {_many(workers, 'worker')} of {_many(self.threads, 'thread')}, "
-            f"torch {torch.__version__}, {load:.1f} processes at work before.",
+            f"torch {torch.__version__}; meanwhile {load}.",
             f"# Figures against what was measured: operators {off.median:.0%} off (median; worst {off.worst:.0%}, "
             f"{off.worst_case})"
             + ("." if self.link is None else f", messages {self.link[0]:.0%} ({self.link[1]:.0%})."),

@@ -38,6 +38,7 @@ class _Stored(StrictMapping):
     update: Natural
     shared: dict[str, tuple[_Both, ...]] = pydantic.Field(default={})
     together: dict[Annotated[int, pydantic.Field(gt=0)], Share] = pydantic.Field(default={})
+    disturbed: str = ""
 
     @pydantic.model_validator(mode="after")
     def _complete(self) -> _Stored:
@@ -90,6 +91,7 @@ def save_profile(profile: Profile, graph: Graph, device: Device, threads: int | 
         update=profile.update_seconds,
         shared=dict(profile.shared),
         together=dict(profile.host_contention),
+        disturbed=profile.disturbance,
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +127,8 @@ def load_profile(graph: Graph, device: Device, threads: int | None = None) -> Pr
         raise PolylaneError(f"{path} is not JSON: {error}; {_AGAIN}") from error
     if set(stored.nodes) != {node.name for node in graph.nodes} or stored.graph != _of_graph(graph):
         raise PolylaneError(f"{path}: nodes are not those of this graph; {_AGAIN}")
-    return Profile(stored.samples, stored.nodes, stored.steps, stored.update, stored.shared, stored.together)
+    nodes, shared, together = stored.nodes, stored.shared, stored.together
+    return Profile(stored.samples, nodes, stored.steps, stored.update, shared, together, stored.disturbed)
 
 
 def _of_graph(graph: Graph) -> str:

@@ -16,6 +16,7 @@ from polylane.graph.batch import Rebuild, clone_leaves, sample_count, take_first
 from polylane.graph.capture.export import Loss, ModelWithLoss, model_restored
 from polylane.graph.graph import Graph
 from polylane.optim.modes import set_mode
+from polylane.profiling.machine_load import LoadWatch
 from polylane.profiling.time_operators import measure_both, wait_for
 
 REPEATS = 5  # whole passes: the median of five is not moved by two that something else has disturbed
@@ -32,6 +33,7 @@ def profiled(
     leaves: Sequence[Any],
     rebuild: Rebuild,
     sizes: Sequence[int],
+    watch: LoadWatch | None = None,
 ) -> Profile:
     """Measure a graph's nodes, its model's passes and an optimizer step at some batch sizes.
 
@@ -43,6 +45,7 @@ def profiled(
         optimizer: (name, parameter) pairs -> optimizer.
         leaves, rebuild: flat batch of at least the largest size, and the function that restores its structure.
         sizes: batch sizes to measure; larger ones than the batch are left out.
+        watch: of the host, whose loop is timed before every size.
     """
     batch_sizes = sorted({n for n in sizes if 1 <= n <= sample_count(leaves)}) or [sample_count(leaves)]
     nodes: dict[str, list[Both]] = {node.name: [] for node in graph.nodes}
@@ -51,6 +54,8 @@ def profiled(
     }
     steps = []
     for samples in batch_sizes:
+        if watch is not None:
+            watch.time_loop()
         part = take_first_samples(leaves, samples)
         for node, seconds in zip(graph.nodes, measure_both(graph, model, loss, clone_leaves(part)), strict=True):
             nodes[node.name].append(seconds)

@@ -24,6 +24,7 @@ class Profile:
         shared: like ``nodes``, for batch normalizations whose statistics replicas share, without their all-reduces.
         host_contention: number of copies that run at once on the host -> speed of each relative to one alone, cores
             aside (:func:`polylane.profiling.host_contention.measure_model_contention`); empty if not measured.
+        disturbance: what made the device busy meanwhile, in words; "" for nothing.
     """
 
     samples: tuple[int, ...]
@@ -32,6 +33,7 @@ class Profile:
     update_seconds: float = 0.0
     shared: Mapping[str, tuple[Both, ...]] = field(default_factory=dict)
     host_contention: Mapping[int, float] = field(default_factory=dict)
+    disturbance: str = ""
 
     def node_seconds(self, name: str, samples: int, shared: bool = False) -> Both:
         """Return the seconds of a node's passes, linearly interpolated and extrapolated over the measured sizes."""

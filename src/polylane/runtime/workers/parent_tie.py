@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
-from polylane.parent_death import die_with_parent
+from polylane.parent_death import die_with_parent, read_status
 from polylane.runtime.workers.stop_request import STOP_SIGNALS, StopRequest, handle_in_worker
 
 # Blocked in this thread while workers are started or ended. Another thread may still receive one, whose handler Python
@@ -44,11 +43,3 @@ def tie_to_agent() -> int | None:
     if leader == os.getpid():
         die_with_parent(agent)
     return agent
-
-
-def read_status(pid: int) -> list[str]:
-    """Return the fields of a process in /proc from its state on; empty where there are none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polylane.output import say_at_once
+from polylane.parent_death import read_status
 from polylane.runtime.workers.launch_environment import Launch, is_first_of_host
-from polylane.runtime.workers.parent_tie import read_status, tie_to_agent
+from polylane.runtime.workers.parent_tie import tie_to_agent
 from polylane.runtime.workers.stop_request import (
     STOP_SIGNALS,
     Stopped,
