@@ -127,8 +127,8 @@ def load_profile(graph: Graph, device: Device, threads: int | None = None) -> Pr
         raise PolylaneError(f"{path} is not JSON: {error}; {_AGAIN}") from error
     if set(stored.nodes) != {node.name for node in graph.nodes} or stored.graph != _of_graph(graph):
         raise PolylaneError(f"{path}: nodes are not those of this graph; {_AGAIN}")
-    nodes, shared, together = stored.nodes, stored.shared, stored.together
-    return Profile(stored.samples, nodes, stored.steps, stored.update, shared, together, stored.disturbed)
+    shared, contention = stored.shared, stored.together
+    return Profile(stored.samples, stored.nodes, stored.steps, stored.update, shared, contention, stored.disturbed)
 
 
 def _of_graph(graph: Graph) -> str:
