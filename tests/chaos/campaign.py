@@ -32,7 +32,7 @@ from tests.chaos.faults import (
     draw_pairs,
 )
 from tests.chaos.isolation import end_orphans, isolate_process
-from tests.chaos.two_hosts import TwoHosts
+from tests.support.hosts import Hosts
 
 if TYPE_CHECKING:
     from polylane.plan.plan import AnyPlan
@@ -145,7 +145,7 @@ def _leave_out(kinds: Sequence[FaultKind], launchers: Sequence[str]) -> list[Fau
     return [kind for kind in kinds if kind not in missing and kind not in elsewhere]
 
 
-def _make_hosts(has_courses: bool, is_asked: bool) -> TwoHosts | None:
+def _make_hosts(has_courses: bool, is_asked: bool) -> Hosts | None:
     """Return two hosts, for a link between them that drops; None where that fault is left out.
 
     Args:
@@ -157,8 +157,8 @@ def _make_hosts(has_courses: bool, is_asked: bool) -> TwoHosts | None:
     """
     why = "a link is one of two hosts, whose workers torchrun starts: give --launcher torchrun, a plan of two workers"
     if has_courses:
-        result = TwoHosts.make()
-        if isinstance(result, TwoHosts):
+        result = Hosts.make()
+        if isinstance(result, Hosts):
             # Else torch warns that no name service knows the hosts; it reads this as it is imported.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             return result

@@ -36,7 +36,7 @@ from polylane.runtime.job import Job
 from tests.chaos.control_groups import forbid_processes, freeze_process
 from tests.chaos.faults import DAMAGES, DEATHS, LIMITS, LOADS, Fault, FaultKind, FaultLog
 from tests.chaos.isolation import list_children
-from tests.chaos.two_hosts import drop_link
+from tests.support.hosts import drop_link
 
 DELAY_SECONDS = 0.02  # longest time from the beginning of a step to the death of a worker
 DELAY_OPERATORS = 12  # most operators of a pass before the one that raises

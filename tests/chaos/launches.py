@@ -15,7 +15,7 @@ from pathlib import Path
 
 from polylane.runtime.workers.world import accelerator_type
 from tests.chaos.faults import Course
-from tests.chaos.two_hosts import DATA_LINK, STORE_ADDRESS, TwoHosts
+from tests.support.hosts import DATA_LINK, Hosts
 
 POLL_SECONDS = 0.02
 FAULTY_TRAIN = "tests.chaos.faulty_train"
@@ -48,7 +48,7 @@ def run_command(
     folder: Path,
     variables: Mapping[str, str],
     limit: float,
-    hosts: TwoHosts | None = None,
+    hosts: Hosts | None = None,
     tend: Tend = lambda lines: None,
     is_stdout_full: bool = False,
 ) -> Ending:
@@ -140,7 +140,7 @@ def _forget_temporary_folder() -> None:
 
 
 def _start_on_hosts(
-    hosts: TwoHosts,
+    hosts: Hosts,
     meanwhile: ExitStack,
     ranks: int,
     words: Sequence[str],
@@ -155,13 +155,11 @@ def _start_on_hosts(
     environment = {**environment, "GLOO_SOCKET_IFNAME": DATA_LINK}
     if environment["POLYLANE_TRANSPORT"] == "shared_memory":
         environment["POLYLANE_TRANSPORT"] = ""
-    meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{STORE_ADDRESS}:{store.port}"]
-    meeting += ["--rdzv-conf", "is_host=0", "--rdzv-id", out.name]
-    launched = []
-    for number, (host, count) in enumerate(zip(hosts.hosts, (ranks - ranks // 2, ranks // 2), strict=True), 1):
-        host_options = ["--local-addr", hosts.address_of(number), "--nproc-per-node", str(count)]
+    launched, counts = [], (ranks - ranks // 2, ranks // 2)
+    for host, options, count in zip(hosts.hosts, hosts.agent_options(store, out.name), counts, strict=True):
         with host.enter():
-            launched.append(_start_torchrun([*meeting, *host_options], words, environment, out, error))
+            agent_options = [*options, "--nproc-per-node", str(count)]
+            launched.append(_start_torchrun(agent_options, words, environment, out, error))
     return launched
 
 

@@ -17,7 +17,7 @@ from tests.chaos.faults import HANGS, VARIABLE, Course, Fault, FaultKind, FaultL
 from tests.chaos.faulty_train import LOG_VARIABLE
 from tests.chaos.isolation import SHARED_MEMORY, end_orphans, mount_disk, unmount_disk
 from tests.chaos.launches import Ending, Tend, run_command
-from tests.chaos.two_hosts import TwoHosts
+from tests.support.hosts import Hosts
 
 if TYPE_CHECKING:
     from tests.chaos.request import ChaosRequest
@@ -91,7 +91,7 @@ class LinkKeeper:
         log: what happened to the training.
     """
 
-    def __init__(self, hosts: TwoHosts, fault: Fault, log: FaultLog) -> None:
+    def __init__(self, hosts: Hosts, fault: Fault, log: FaultLog) -> None:
         self._hosts, self._recovery, self._log = hosts, fault.recovery, log
 
     def tend(self, lines: Sequence[tuple[float, str]]) -> None:
@@ -124,7 +124,7 @@ class Bench:
         hosts: two hosts for trainings on several; None where there can be none.
     """
 
-    def __init__(self, request: ChaosRequest, folder: Path, hosts: TwoHosts | None = None) -> None:
+    def __init__(self, request: ChaosRequest, folder: Path, hosts: Hosts | None = None) -> None:
         self._request, self.folder, self._hosts = request, folder, hosts
         self._unbroken = dict[Course, Unbroken]()
 

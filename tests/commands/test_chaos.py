@@ -27,7 +27,7 @@ from tests.chaos.faults import Course, Fault, FaultKind, FaultLog, draw_fault, d
 from tests.chaos.launches import Ending
 from tests.chaos.laws import judge_trial
 from tests.chaos.trials import FaultTrial, LinkKeeper, Unbroken
-from tests.chaos.two_hosts import TwoHosts
+from tests.support.hosts import Hosts
 from tests.support.workers import child_processes
 from tests.support.workers.forked_commands import run, start
 
@@ -76,7 +76,7 @@ def test_endings_that_the_system_makes_change_nothing() -> None:
 @pytest.mark.slow
 def test_a_dead_link_changes_nothing() -> None:
     """Down for a moment; until the workers are started again; until the training has ended."""
-    if isinstance(why := TwoHosts.make(), str):
+    if isinstance(why := Hosts.make(), str):
         pytest.skip(f"no hosts can be made: {why}")
     why.close()
     words = ["--only", "link", "--launcher", "torchrun", "--transport", "gloo", "--hang-after", "2"]
