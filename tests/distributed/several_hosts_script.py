@@ -1,4 +1,4 @@
-"""A script that trains under several plans, one after the other, for tests that start it with torchrun on several hosts.
+"""A script that trains under several plans, one after the other: tests start it with torchrun on several hosts.
 
 Its arguments: the file that rank 0 writes, and the plans.
 """

@@ -17,6 +17,7 @@ from polylane.plan.plan import AnyPlan, Plan
 from polylane.runtime.plain_data import plain_objects as objects
 from polylane.runtime.plain_data.serialization import register_type
 from polylane.runtime.workers.failure import Failure
+from polylane.runtime.workers.launch_environment import find_launcher
 from polylane.runtime.workers.threads import threads_of_idle_cores
 from polylane.runtime.workers.world import World
 
@@ -90,7 +91,10 @@ def compile_on_all_ranks(world: World, problem: TrainingProblem, spec: AnyPlan) 
         PolylaneError: on every worker, where rank 0 could not compile, or another worker's model is not the same.
     """
     if spec.processes != world.size:
-        raise PolylaneError(f"the plan takes {format_plural(spec.processes, 'worker')}, torchrun started {world.size}")
+        launcher = find_launcher() or "the launcher"
+        raise PolylaneError(
+            f"the plan takes {format_plural(spec.processes, 'worker')}, {launcher} started {world.size}"
+        )
     problem = RecordedProblem.of(problem)
     # Cuts rest on measured times, which differ from worker to worker: rank 0 compiles first, and the others compile for
     # the complete plan that it found.

@@ -19,7 +19,7 @@ from polylane.commands.running.script_launch import HostScript, JoinedScript
 from polylane.errors import PolylaneError, format_plural
 from polylane.output import put_work_first, say_at_once
 from polylane.plan.fixed_keys import parse_auto
-from polylane.runtime.workers.launch_environment import Launch, is_first_of_host
+from polylane.runtime.workers.launch_environment import Launch, become_agent, is_first_of_host
 from polylane.runtime.workers.stop_request import Stopped, StopRequest
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def run(request: RunRequest) -> None:
         PolylaneError: an option, the script's file or the plan is wrong, or the script prepares nothing.
         WorkerFailed: an exception of the script's ended one of the workers.
     """
+    become_agent(request.saving.restarts)
     launch = Launch.of_process()
     put_work_first(is_first_of_host())
     request = complete_options(request, launch)
@@ -118,7 +119,7 @@ def _choose_workers(request: RunRequest, launch: Launch) -> tuple[RunRequest, in
     """
     started = launch.size if launch.is_worker else None
     if started is not None and request.workers not in (None, started):
-        raise PolylaneError(f"--workers {request.workers}, but torchrun started {started}: they must be equal")
+        raise PolylaneError(f"--workers {request.workers}, but {launch.launcher} started {started}: they must be equal")
     request = replace(request, workers=started or request.workers)
     if request.plan is not None and parse_auto(request.plan) is not None:
         if request.workers is None:

@@ -32,7 +32,7 @@ from polylane.errors import PolylaneError
 from polylane.output import put_work_first, say_at_once
 from polylane.plan.fixed_keys import parse_auto
 from polylane.plan.spec import default_microbatches
-from polylane.runtime.workers.launch_environment import Launch, is_first_of_host
+from polylane.runtime.workers.launch_environment import Launch, become_agent, is_first_of_host
 from polylane.runtime.workers.stop_request import Stopped, StopRequest
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def run(request: TrainRequest) -> None:
         OutOfMemory: a worker asked for memory in vain.
         WorkerFailed: an exception ended one of the workers.
     """
+    become_agent(request.saving.restarts)
     launch = Launch.of_process()
     put_work_first(is_first_of_host())  # as the launcher's variables say, which the line before has read
 
@@ -110,7 +111,9 @@ def _choose_plan(request: TrainRequest, launch: Launch) -> AnyPlan | str:
     if parse_auto(request.plan) is None or not launch.is_worker:
         return inputs.choose_plan(request)
     if request.workers not in (None, launch.size) and request.fewest_workers is None:
-        raise PolylaneError(f"--workers {request.workers}, but torchrun started {launch.size}: they must be equal")
+        raise PolylaneError(
+            f"--workers {request.workers}, but {launch.launcher} started {launch.size}: they must be equal"
+        )
     return str(request.plan)
 
 

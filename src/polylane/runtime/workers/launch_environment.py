@@ -1,12 +1,16 @@
 """Launch environment: which worker this process is, as the launcher that has started it says in the environment.
 
 Without a launcher a process is alone, or starts its workers itself (:mod:`.team`). A row of :data:`LAUNCHERS` reads
-what one launcher says, in torchrun's variables, so that torch's own rendezvous can read them as well.
+what one launcher says, in torchrun's variables, so that torch's own rendezvous can read them as well. Other launchers
+start one process on each node, which becomes torchrun's agent there (:func:`node_options`).
 """
 
 from __future__ import annotations
 
 import os
+import re
+import sys
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +21,12 @@ VARIABLES = (
     *(f"{of}{number}" for of in ("", "LOCAL_", "GROUP_", "ROLE_") for number in ("RANK", "WORLD_SIZE")),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
 )
+# Ports at which workers of other launchers than torchrun meet: below those that systems give out themselves, so many
+# that two jobs of a node hardly ever take the same.
+_FIRST_PORT, _PORTS = 20_000, 12_000
+_LAUNCHER = "POLYLANE_LAUNCHER"  # the launcher whose variables were written as torchrun's
+
+Reader = Callable[[Mapping[str, str]], dict[str, str]]
 
 
 def read_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
@@ -24,8 +34,74 @@ def read_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in VARIABLES if name in environment} if "RANK" in environment else {}
 
 
+def read_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what Slurm says of a task of ``srun``; none where there is one task, which may start workers itself.
+
+    The batch script of a job is no task, and has no step.
+    """
+    if environment.get("SLURM_STEP_NUM_TASKS", "1") == "1" or "SLURM_PROCID" not in environment:
+        return {}
+    node = int(environment["SLURM_NODEID"])
+    # Such as "4(x2),3": two nodes with four tasks each, and one with three.
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"])
+    tasks = [count for count, times in runs for _ in range(int(times or 1))]
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": tasks[node],
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(len(tasks)),
+        "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
+        "MASTER_PORT": _choose_port(f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}"),
+    }
+
+
+def first_host(names: str) -> str:
+    """Return the first of the hosts that Slurm writes as ``node[003-007,12],login1``."""
+    inside, end = 0, len(names)
+    for position, letter in enumerate(names):
+        inside += (letter == "[") - (letter == "]")
+        if letter == "," and not inside:
+            end = position
+            break
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", names[:end])
+
+
+def _make_mpi_reader(job: str, *sources: str) -> Reader:
+    """Return the reader of what a kind of mpirun says.
+
+    Args:
+        job: a variable that differs from job to job.
+        sources: variables of a process's rank, of their number, and of its rank and their number on its host.
+    """
+    names = dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), sources, strict=True))
+
+    def read(environment: Mapping[str, str]) -> dict[str, str]:
+        variables = {name: environment[source] for name, source in names.items() if source in environment}
+        if "RANK" not in variables or variables.get("WORLD_SIZE", "1") == "1":
+            return {}
+        # mpirun does not say where rank 0 is: on this host, if all ranks are.
+        if variables.get("LOCAL_WORLD_SIZE") == variables["WORLD_SIZE"]:
+            variables["MASTER_ADDR"] = "127.0.0.1"
+        return {**variables, "MASTER_PORT": _choose_port(environment.get(job, ""))}
+
+    return read
+
+
+def _choose_port(job: str) -> str:
+    return str(_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS)
+
+
 # What launchers say, in torchrun's variables: the first that has started this process counts.
-LAUNCHERS: tuple[Callable[[Mapping[str, str]], dict[str, str]], ...] = (read_torchrun,)
+LAUNCHERS: Mapping[str, Reader] = {
+    "torchrun": read_torchrun,
+    "Slurm": read_slurm,
+    "mpirun": _make_mpi_reader(
+        "PMIX_NAMESPACE", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    ),
+    "mpiexec": _make_mpi_reader("PMI_JOBID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +114,7 @@ class Launch:
         size: number of workers on all hosts.
         local_rank: rank of this worker among those of its host, from 0.
         local_size: number of workers on this host.
+        launcher: the launcher's name, a key of :data:`LAUNCHERS`; "" for none.
     """
 
     is_worker: bool = False
@@ -45,6 +122,7 @@ class Launch:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    launcher: str = ""
 
     @property
     def is_first(self) -> bool:
@@ -58,18 +136,71 @@ class Launch:
         Raises:
             PolylaneError: what the launcher says is incomplete.
         """
-        variables = next(filter(None, (read(os.environ) for read in LAUNCHERS)), None)
-        if variables is None:
+        launcher = find_launcher()
+        if not launcher:
             return cls()
-        os.environ.update(variables)  # as torch's own rendezvous reads them
+        # As torch's own rendezvous reads them; what the user has set counts.
+        variables = LAUNCHERS[launcher](os.environ)
+        os.environ.update({name: value for name, value in variables.items() if name not in os.environ})
+        if launcher != "torchrun":
+            os.environ[_LAUNCHER] = launcher
         rank = read_number("RANK")
         local_size = read_number("LOCAL_WORLD_SIZE", default=1)
-        return cls(True, rank, read_number("WORLD_SIZE"), read_number("LOCAL_RANK", default=rank), local_size)
+        size, local_rank = read_number("WORLD_SIZE"), read_number("LOCAL_RANK", default=rank)
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise PolylaneError(_explain_missing(name, launcher))
+        return cls(True, rank, size, local_rank, local_size, launcher)
+
+
+def find_launcher() -> str:
+    """Return the name of the launcher that has started this process as one of its workers; "" for none."""
+    # Once its variables are torchrun's, too, the name tells who has set them.
+    return os.environ.get(_LAUNCHER) or next((name for name, read in LAUNCHERS.items() if read(os.environ)), "")
 
 
 def is_launched() -> bool:
     """Return whether a launcher has started this process as one of its workers."""
-    return any(read(os.environ) for read in LAUNCHERS)
+    return bool(find_launcher())
+
+
+def _explain_missing(name: str, launcher: str) -> str:
+    if launcher == "torchrun":
+        return f"RANK is set but {name} is not: start the workers with torchrun, or unset RANK"
+    return f"{launcher} does not say where rank 0 is: set {name} for all workers, as in {launcher} -x {name}=HOST ..."
+
+
+def node_options(environment: Mapping[str, str]) -> list[str] | None:
+    """Return the options of torchrun's agent for this node, where a launcher has started one process on each.
+
+    Kubernetes' trainers set PET_*, which torchrun reads itself; SkyPilot says which node this is.
+
+    Returns:
+        None where no launcher has, or has started a worker.
+    """
+    if find_launcher():
+        return None
+    if environment.get("PET_NNODES", "1") != "1" or environment.get("PET_NPROC_PER_NODE", "1") != "1":
+        return []
+    nodes = environment.get("SKYPILOT_NUM_NODES", "1")
+    if nodes == "1":
+        return None
+    options = ["--nnodes", nodes, "--node-rank", environment["SKYPILOT_NODE_RANK"]]
+    options += ["--master-addr", environment["SKYPILOT_NODE_IPS"].split()[0]]
+    options += ["--master-port", _choose_port(environment.get("SKYPILOT_TASK_ID", ""))]
+    return [*options, "--nproc-per-node", environment.get("SKYPILOT_NUM_GPUS_PER_NODE", "1")]
+
+
+def become_agent(max_restarts: int) -> None:
+    """Become torchrun's agent of this node, whose workers run this same command; return where there is nothing to be.
+
+    Args:
+        max_restarts: how often the agent starts all workers again after one has died.
+    """
+    options = node_options(os.environ)
+    if options is not None:
+        launch = ["torch.distributed.run", *options, "--max-restarts", str(max_restarts)]
+        os.execv(sys.executable, [sys.executable, "-m", *launch, "-m", "--", "polylane", *sys.argv[1:]])
 
 
 def read_number(name: str, default: int | None = None) -> int:
@@ -103,5 +234,5 @@ def is_first_of_host() -> bool:
 
 def hide_ranks() -> None:
     """Remove from this process's environment what tells the user's code that it is one of several workers."""
-    for name in VARIABLES:
+    for name in (*VARIABLES, _LAUNCHER):
         os.environ.pop(name, None)

@@ -116,9 +116,6 @@ class World:
         if not launch.is_worker:
             return cls(rank=0, size=1, local_rank=0, device=device, backend=None)
         backend = _own_backend(device, launch.local_size)
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if name not in os.environ:
-                raise PolylaneError(f"RANK is set but {name} is not: start the workers with torchrun, or unset RANK")
         store, rank, size = next(rendezvous("env://", launch.rank, launch.size, timeout=timeout))
         store.set_timeout(timeout)
         store = PrefixStore(name_attempt(PrefixStore("attempt", store), rank, size, timeout), store)
