@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.hosts import Hosts
+from tests.support.placed_training import SCRIPT, assert_equal, train_here
 
-SCRIPT = str(Path(__file__).with_name("several_hosts_script.py"))
 # Plans of four workers, two on each host. The first kind computes what one device computes, the second by a rule of its
 # own, which does not depend on where its workers are.
 EXACT = (
@@ -55,23 +51,6 @@ def train_on(hosts: Hosts, plans: tuple[str, ...], workers: int, folder: Path, *
     outputs = hosts.run_torchrun([SCRIPT, str(out), *plans], workers, **options)
     assert [output.code for output in outputs] == [0, 0], "\n".join(output.stderr for output in outputs)
     return json.loads(out.read_text())  # type: ignore[no-any-return]
-
-
-def train_here(plans: tuple[str, ...], workers: int, folder: Path) -> dict[str, Any]:
-    """Train under each plan on this host."""
-    out = folder / f"here{workers}.json"
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
-    command = [sys.executable, *(launch if workers > 1 else []), SCRIPT, str(out), *plans]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
-    return json.loads(out.read_text())  # type: ignore[no-any-return]
-
-
-def assert_equal(found: dict[str, Any], wanted: dict[str, Any], bound: float) -> None:
-    assert found["losses"] == pytest.approx(wanted["losses"], abs=bound)
-    assert found["weights"].keys() == wanted["weights"].keys()
-    for name, values in wanted["weights"].items():
-        same = torch.tensor(values, dtype=torch.float64)
-        torch.testing.assert_close(torch.tensor(found["weights"][name], dtype=torch.float64), same, rtol=0, atol=bound)
 
 
 def test_replicas_on_two_hosts_that_share_no_memory_and_no_folder(hosts: Hosts, tmp_path: Path) -> None:

@@ -36,8 +36,13 @@ def complete_options(request: R, launch: Launch) -> R:
     inputs.check_positive("--hang-after", trouble.hang_after)
     if not 0 <= trouble.grace <= LONGEST_GRACE:  # also where it is not a number
         raise PolylaneError(f"--grace {trouble.grace:g}: give seconds, from 0 to {LONGEST_GRACE} (a day)")
-    if trouble.requeue_code and launch.is_worker:
+    if trouble.requeue_code and launch.launcher == "torchrun":
         raise PolylaneError("--requeue-code is not for torchrun: the exit code is torchrun's own")
+    if saving.restarts and launch.launcher not in ("", "torchrun"):
+        raise PolylaneError(
+            f"--max-restarts: {launch.launcher} starts no worker again; start torchrun on each node, or let the job "
+            "be queued again and go on with --resume auto"
+        )
     if saving.resume == "auto" and request.run_folder is None:
         raise PolylaneError(
             "--resume auto resumes from the newest checkpoint of the run's folder: name that with --run DIR"

@@ -59,10 +59,10 @@ def read_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 def first_host(names: str) -> str:
     """Return the first of the hosts that Slurm writes as ``node[003-007,12],login1``."""
-    inside, end = 0, len(names)
+    depth, end = 0, len(names)
     for position, letter in enumerate(names):
-        inside += (letter == "[") - (letter == "]")
-        if letter == "," and not inside:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and not depth:
             end = position
             break
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", names[:end])

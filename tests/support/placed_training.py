@@ -1,19 +1,26 @@
-"""A script that trains under several plans, one after the other: tests start it with torchrun on several hosts.
+"""Placed training: one training under several plans, wherever its workers are placed, and its comparison.
 
-Its arguments: the file that rank 0 writes, and the plans.
+Run as a script, which a launcher may start, it trains under one plan after the other; its arguments are the file that
+rank 0 writes, and the plans.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polylane
+
+SCRIPT = str(Path(__file__))
 
 
 def build_model() -> nn.Module:
@@ -48,6 +55,23 @@ def main() -> None:
     if os.environ.get("RANK", "0") == "0":
         with open(out, "w") as file:
             json.dump(results, file)
+
+
+def train_here(plans: tuple[str, ...], workers: int, folder: Path) -> dict[str, Any]:
+    """Train under each plan on this host."""
+    out = folder / f"here{workers}.json"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+    command = [sys.executable, *(launch if workers > 1 else []), SCRIPT, str(out), *plans]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
+    return json.loads(out.read_text())  # type: ignore[no-any-return]
+
+
+def assert_equal(found: dict[str, Any], wanted: dict[str, Any], bound: float) -> None:
+    assert found["losses"] == pytest.approx(wanted["losses"], abs=bound)
+    assert found["weights"].keys() == wanted["weights"].keys()
+    for name, values in wanted["weights"].items():
+        same = torch.tensor(values, dtype=torch.float64)
+        torch.testing.assert_close(torch.tensor(found["weights"][name], dtype=torch.float64), same, rtol=0, atol=bound)
 
 
 if __name__ == "__main__":

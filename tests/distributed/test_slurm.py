@@ -1,0 +1,73 @@
+"""Real Slurm on two hosts: srun starts the workers, or torchrun's agents, and its signals reach them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.support.hosts import DATA_LINK, Hosts
+from tests.support.placed_training import SCRIPT, assert_equal, train_here
+from tests.support.slurm import Slurm, missing_command, running_slurm, wait_for
+
+pytestmark = pytest.mark.slow
+
+RECIPE = str(Path(__file__).parents[1] / "support/recipes/small_network.py")
+TRAIN = ["train", RECIPE, "--plan", "data=4", "--batch", "32", "--steps", "12"]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Slurm]:
+    if missing := missing_command():
+        pytest.skip(f"{missing} is not installed")
+    hosts = Hosts.make(2)
+    if isinstance(hosts, str):
+        pytest.skip(f"no hosts can be made: {hosts}")
+    with closing(hosts), running_slurm(hosts, tmp_path) as made:
+        made.environment.update(
+            {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DATA_LINK, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        )
+        yield made
+
+
+def test_tasks_of_srun_are_the_workers(slurm: Slurm, tmp_path: Path) -> None:
+    """Also under plans that need to know which of them are on one host."""
+    out, plans = tmp_path / "out.json", ("data=4", "data=2,tensor=2", "data=4,shard=parameters,within=2")
+    done = slurm.run("srun", "-N2", "--ntasks-per-node=2", sys.executable, SCRIPT, str(out), *plans)
+    assert done.returncode == 0, done.stderr
+    found, alone = json.loads(out.read_text()), train_here(("data=1",), 1, tmp_path)["data=1"]
+    for plan in plans:
+        assert_equal(found[plan], alone, 1e-12)
+
+
+def test_a_plan_of_other_workers_is_refused_by_name(slurm: Slurm, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "polylane", *TRAIN, "--run", str(tmp_path / "run")]
+    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *words)
+    assert done.returncode == 2 and "the plan takes 4 workers, Slurm started 2" in done.stderr
+
+
+def test_a_signal_saves_and_the_next_job_goes_on(slurm: Slurm, tmp_path: Path) -> None:
+    """What a job does whose time is nearly over, and the one that is queued behind it."""
+    folder = tmp_path / "run"
+    words = [sys.executable, "-m", "polylane", *TRAIN[:-1], "100000", "--run", str(folder), "--resume", "auto"]
+    words += ["--save-every", "10m", "--requeue-code", "75"]
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(slurm.run, "srun", "-N2", "--ntasks-per-node=2", *words)
+        metrics = folder / "metrics.jsonl"
+        wait_for(lambda: running.done() or (metrics.exists() and len(metrics.read_text().splitlines()) > 3))
+        (job,) = slurm.run("squeue", "-h", "-o", "%i").stdout.split()
+        slurm.run("scancel", "--signal=TERM", job)
+        ended = running.result()
+    assert ended.returncode == 75, ended.stderr
+    assert "SIGTERM: saving a checkpoint after this step" in ended.stderr
+    (saved,) = (folder / "checkpoints").iterdir()
+    step = int(re.sub(r"\D", "", saved.name))
+    words[words.index("100000")] = str(step + 2)
+    ended = slurm.run("srun", "-N2", "--ntasks-per-node=2", *words)
+    assert ended.returncode == 0 and (folder / "model.safetensors").exists(), ended.stderr
