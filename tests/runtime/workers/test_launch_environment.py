@@ -34,6 +34,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     variables: dict[str, str] = {}
     with monkeypatch.context() as patch:
         patch.setattr(os, "environ", variables)
+        patch.setattr(launch_environment, "_launcher", [])
         yield variables
 
 

@@ -24,7 +24,6 @@ VARIABLES = (
 # Ports at which workers of other launchers than torchrun meet: below those that systems give out themselves, so many
 # that two jobs of a node hardly ever take the same.
 _FIRST_PORT, _PORTS = 20_000, 12_000
-_LAUNCHER = "POLYLANE_LAUNCHER"  # the launcher whose variables were written as torchrun's
 
 Reader = Callable[[Mapping[str, str]], dict[str, str]]
 
@@ -104,6 +103,9 @@ LAUNCHERS: Mapping[str, Reader] = {
 }
 
 
+_launcher: list[str] = []  # the launcher that this process has read, at the end
+
+
 @dataclass(frozen=True)
 class Launch:
     """How this process was started: as a launcher's worker, or by nothing that has others.
@@ -142,8 +144,7 @@ class Launch:
         # As torch's own rendezvous reads them; what the user has set counts.
         variables = LAUNCHERS[launcher](os.environ)
         os.environ.update({name: value for name, value in variables.items() if name not in os.environ})
-        if launcher != "torchrun":
-            os.environ[_LAUNCHER] = launcher
+        _launcher.append(launcher)
         rank = read_number("RANK")
         local_size = read_number("LOCAL_WORLD_SIZE", default=1)
         size, local_rank = read_number("WORLD_SIZE"), read_number("LOCAL_RANK", default=rank)
@@ -155,8 +156,9 @@ class Launch:
 
 def find_launcher() -> str:
     """Return the name of the launcher that has started this process as one of its workers; "" for none."""
-    # Once its variables are torchrun's, too, the name tells who has set them.
-    return os.environ.get(_LAUNCHER) or next((name for name, read in LAUNCHERS.items() if read(os.environ)), "")
+    launcher = next((name for name, read in LAUNCHERS.items() if read(os.environ)), "")
+    # Once its variables are torchrun's, too, they do not tell who has set them.
+    return _launcher[-1] if launcher and _launcher else launcher
 
 
 def is_launched() -> bool:
@@ -234,5 +236,5 @@ def is_first_of_host() -> bool:
 
 def hide_ranks() -> None:
     """Remove from this process's environment what tells the user's code that it is one of several workers."""
-    for name in (*VARIABLES, _LAUNCHER):
+    for name in VARIABLES:
         os.environ.pop(name, None)
