@@ -16,7 +16,7 @@ CHAOS_PLANS := data=2 pipeline=2 data=2,pipeline=2 tensor=2 data=2,shard=paramet
 	data=2,servers=1,staleness=2 pipeline=2,schedule=pipedream
 FAULTS ?= 200
 LAUNCHERS := --launcher own --launcher torchrun
-WORKERS := tests/equivalence tests/runtime tests/planner tests/auto
+WORKERS := tests/equivalence tests/runtime tests/planner tests/auto tests/script tests/distributed
 
 .DEFAULT_GOAL := help
 .PHONY: help package install quick test test-workers test-alone test-all mutants fuzz check docs pictures demo bench bench-choosing \
