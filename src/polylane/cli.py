@@ -42,7 +42,7 @@ _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
 # Commands as help lists them: first those that train, then what finds a plan, then what tells of a run.
 ORDER = (
-    *("run", "train", "verify", "plan", "inspect", "simulate", "probe"),
+    *("run", "train", "verify", "plan", "inspect", "simulate", "probe", "doctor"),
     *("report", "why", "advise", "export", "lanes"),
 )
 INTERRUPTED = 130  # 128 + SIGINT, as shells count

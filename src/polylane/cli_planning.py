@@ -1,4 +1,4 @@
-"""Commands of the command line that predict: probe, simulate, plan."""
+"""Commands of the command line that look at machines and predict: doctor, probe, simulate, plan, advise."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ import typer
 
 from polylane.cli_options import Batch, Json, Recipe, Set
 from polylane.commands.learning.advise_request import AdviseRequest
-from polylane.commands.requests import PlanRequest, ProbeRequest, RecipeRequest, SimulateRequest, build_request
+from polylane.commands.requests import (
+    PlanRequest,
+    ProbeRequest,
+    RecipeRequest,
+    SimulateRequest,
+    build_request,
+)
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     # Registered here and not by decorators: the application is in cli.py, which imports this module.
-    for command in (probe, simulate, plan, advise):
+    for command in (doctor, probe, simulate, plan, advise):
         app.command()(command)
 
 
@@ -122,6 +128,34 @@ def probe(
         RecipeRequest(recipe=path, batch=batch, settings=tuple(settings or ()), json=json) for path in profile or []
     ]
     command.run(ProbeRequest(output=output, workers=workers, recipes=tuple(recipes), json=json))
+
+
+def doctor(
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="DIR", help="The folder that the run is to have: do all hosts see it?"),
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option("--cluster", metavar="FILE", help="A cluster file with the link that hosts are to have."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Find what is wrong with a machine, or with the hosts of a cluster.
+
+    Versions, devices and their speed, memory, limits and disks; of several hosts, when a launcher starts it on all of
+    them, names, ports in both directions, clocks, the run's folder, and the links between every two of them as well.
+    One line for each, with what to do. The exit code is 1 if a training would fail.
+
+    \b
+    Examples:
+      polylane doctor
+      torchrun --nnodes 2 --nproc-per-node 4 ... -m -- polylane doctor --run /shared/runs/a
+      srun polylane doctor --run /shared/runs/a
+    """
+    from polylane.commands import doctor as command
+
+    command.run(run, cluster, json)
 
 
 _Profile = Annotated[

@@ -228,7 +228,8 @@ class Hosts:
             workers: number of workers on every host.
             seconds: after which all is killed.
             folders: the folder that it runs in, on each host; default: this process's.
-            own_mounts: folders of which every host has an empty one of its own, such as /dev/shm.
+            own_mounts: folders of which every host has an empty one of its own, such as /dev/shm; "FOLDER:SIZE" for one
+                of so many bytes, as mount takes them.
             environment: further variables.
 
         Raises:
@@ -283,7 +284,8 @@ def _mount_own(folders: Sequence[str]) -> list[str]:
     """Return the beginning of a command line that has empty folders of its own in place of some."""
     if not folders:
         return []
-    script = " && ".join(f"mount -t tmpfs own {folder}" for folder in folders)
+    pairs = [folder.partition(":")[::2] for folder in folders]
+    script = " && ".join(f"mount -t tmpfs -o size={size or '50%'} own {folder}" for folder, size in pairs)
     return ["unshare", "--mount", "sh", "-c", f'{script} && exec "$@"', "sh"]
 
 

@@ -46,7 +46,7 @@ def run(request: VerifyRequest) -> bool:
     if request.resume_plan is not None and not request.resume:
         raise PolylaneError("--resume-plan is the plan that resumes from a checkpoint: give --resume, too")
     if request.resume:
-        from polylane.commands import verify_resume
+        from polylane.commands.verifying import verify_resume
 
         return verify_resume.run(request, plan)
     verdict = _prove(request, plan)

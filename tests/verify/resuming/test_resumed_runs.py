@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.utils.data import IterableDataset
 
-from polylane.commands.verify_resume import describe, note_idle_rules
+from polylane.commands.verifying.verify_resume import describe, note_idle_rules
 from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
 from polylane.plan.spec import parse
