@@ -1,7 +1,8 @@
 """Builds the fake CUDA device: a library that torch loads in place of its CUDA part, with host memory as the device's.
 
 Every operator runs the CPU's kernel, and refuses tensors of both devices as CUDA does. Copies that do not block happen
-when they are waited for, and leave noise in their target until then. So what passes on it puts every tensor on the
+when they are waited for, leave noise in a target on the host until then, and read what earlier ones have brought, as on
+one stream. So what passes on it puts every tensor on the
 device, and waits for every copy; how fast it is, and what CUDA's own kernels compute, it does not show.
 """
 

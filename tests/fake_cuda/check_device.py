@@ -10,6 +10,7 @@ from polylane.graph.capture import self_check
 from polylane.graph.capture.capture import capture
 from polylane.profiling.time_operators import measure_both
 from polylane.runtime.data.read_digest import digest_leaves
+from polylane.runtime.transport.staged import HostStaging
 
 DEVICE, CPLX = torch.device("cuda", 0), torch.complex128
 
@@ -75,7 +76,21 @@ def check_digests() -> None:
             assert int(on_device) == int(digest_leaves([value.to(DEVICE), 1, value], turn, torch.device("cpu")))
 
 
+def check_order_of_copies() -> None:
+    """Copies that do not block are done in their order, and what is copied to the host is not there before its wait."""
+    host, on_device = torch.arange(3.0), torch.zeros(3, device=DEVICE)
+    staging = HostStaging(DEVICE)
+    pending = staging.begin_to_host(staging.write_back(host, on_device))
+    on_device.zero_()  # later on the stream
+    assert torch.equal(pending.wait(), host)
+    unread = torch.zeros(3).copy_(on_device, non_blocking=True)
+    assert not torch.equal(unread, torch.zeros(3)), "copied before anybody waited"
+    torch.accelerator.synchronize(DEVICE)
+    assert torch.equal(unread, torch.zeros(3))
+
+
 if __name__ == "__main__":
+    check_order_of_copies()
     check_digests()
     assert capture_on_device(stray=False) == {"cuda"}
     assert "cpu" in capture_on_device(stray=True)

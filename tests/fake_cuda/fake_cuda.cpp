@@ -200,6 +200,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
   Tensor a = host_alias(self), b = host_alias(src);
   if (non_blocking && !self.is_cuda()) {
+    finish(from_host);  // copies on one stream are done in order: what is read here are the values that earlier ones brought
     a.view({-1}).view(at::kByte).fill_(0x7f);  // nobody may read this before the copy is done
     std::lock_guard<std::mutex> g(lock);
     to_host.emplace_back(a, b.clone());
