@@ -552,6 +552,25 @@ def test_plans_leave_a_reserve_and_say_so(recipe: Path) -> None:
     assert bad.exit_code == 2 and bad.stderr.startswith("polylane: --reserve takes a share of the memory or a size")
 
 
+KEYS = ["data=2", "tensor=2", "pipeline=2,tensor=2,microbatches=2", "data=2,pipeline=2,shard=parameters"]
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_the_first_plan_has_as_many_communicators_as_inspect_says(recipe: Path, keys: str) -> None:
+    line = "plan layers.py --cluster 4:a100-80g --batch 16 --top 1 --json --plan"
+    found = json.loads(call(*line.split(), keys).stdout)
+    inspected = call("inspect", "layers.py", "--batch", "16", "--json", "--plan", found["plans"][0]["plan"])
+    assert found["communicators"] == json.loads(inspected.stdout)["communicators"]
+    assert len(found["communicators"]) == found["plans"][0]["workers"] and max(found["communicators"]) > 0
+
+
+def test_communicators_are_counted_on_gpus_alone(recipe: Path) -> None:
+    on_gpus, on_cpus = (["plan", "layers.py", "--plan", "data=2", "--cluster", c] for c in ("2:a100-80g", "2:cpu"))
+    assert "Communicators of a worker by the first plan" in call(*on_gpus).stdout
+    assert "ommunicators" not in call(*on_cpus).stdout
+    assert json.loads(call(*on_cpus, "--json").stdout)["communicators"] is None
+
+
 MASKS = """
 import torch
 from torch import nn

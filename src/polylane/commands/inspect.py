@@ -133,8 +133,7 @@ def _show(graph: Graph, report: dict[str, Any]) -> None:
         print()
         _show_cut(out, report)
         if communicators := report["communicators"]:
-            fewest, largest = min(communicators), max(communicators)
-            numbers = f"{fewest}" if fewest == largest else f"{fewest} to {largest}"
+            numbers = printing.format_extent(communicators)
             print(
                 f"communicators of a worker, where NCCL connects GPUs: {numbers}; their memory is not in any prediction"
             )

@@ -28,6 +28,7 @@ def run(request: PlanRequest) -> None:
             do.
     """
     from polylane.cluster.spec import load_or_parse
+    from polylane.inspection.plan_report import count_found_communicators
     from polylane.plan.plan_file import dump
     from polylane.planner import advice
     from polylane.planner.find_plans import find_plans
@@ -41,7 +42,7 @@ def run(request: PlanRequest) -> None:
         devices = format_plural(cluster.count, "device")
         raise PolylaneError(f"--workers {request.workers}: the cluster has {devices}")
     refuse_whole_reserve(cluster, request.workers or cluster.count, reserve)
-    _, problem = planning.capture_for_prediction(inputs.open_recipe(request), cluster, request)
+    training, problem = planning.capture_for_prediction(inputs.open_recipe(request), cluster, request)
     answer = find_plans(
         problem,
         cluster,
@@ -58,6 +59,9 @@ def run(request: PlanRequest) -> None:
     if output is not None:
         printing.write_text(output, dump(answer.ranked_plans[0].plan))
     words = advice.advice_sentences(suggestions, answer.ranked_plans[0], format_size)
+    communicators = None
+    if cluster.device(0).type == "cuda":
+        communicators = count_found_communicators(training, problem, answer.ranked_plans[0])
     if request.json:
         printing.print_json(
             {
@@ -66,10 +70,12 @@ def run(request: PlanRequest) -> None:
                 "words": words,
                 "memory_limit": answer.wish.memory_limit,
                 "reserve": free_bytes,
+                "communicators": communicators,
             }
         )
         return
-    _show(answer, cluster, [*words, _describe_limit(answer.wish.memory_limit, free_bytes)])
+    notes = _describe_communicators(communicators or ())
+    _show(answer, cluster, [*words, _describe_limit(answer.wish.memory_limit, free_bytes), *notes])
     if output is not None:
         printing.console().print(f"The best plan is in {output}: polylane train {request.recipe} --plan {output}")
 
@@ -78,6 +84,15 @@ def _describe_limit(limit: float, free_bytes: int) -> str:
     """Describe how much memory plans may take, and how much they leave."""
     reserve_note = f", and leave {format_size(free_bytes)} of it free (--reserve)" if free_bytes else ""
     return f"Plans take at most {format_size(limit)} of a device's memory{reserve_note}."
+
+
+def _describe_communicators(counts: Sequence[int]) -> list[str]:
+    """Describe how many communicators each worker of the first plan has, by rank; nothing where there are none."""
+    if not any(counts):
+        return []
+    numbers = printing.format_extent(counts)
+    beginning = f"Communicators of a worker by the first plan, where NCCL connects GPUs: {numbers}"
+    return [f"{beginning}; their memory is not in any prediction."]
 
 
 def _parse_bytes(text: str) -> int:

@@ -211,3 +211,8 @@ def format_ranges(numbers: Sequence[int]) -> str:
     runs = [f"{numbers[a]}-{numbers[b]}" if b > a else f"{numbers[a]}" for a, b in zip(starts, ends, strict=True)]
     shown = runs if len(runs) <= FEW // 2 else [*runs[:2], "...", runs[-1]]
     return f"{', '.join(shown)} ({len(numbers):,})"
+
+
+def format_extent(numbers: Collection[int]) -> str:
+    """Write the least and the greatest of some numbers: "2 to 5", or "2" where all are equal."""
+    return " to ".join(map(str, sorted({min(numbers), max(numbers)})))

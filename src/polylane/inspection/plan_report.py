@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from polylane.compile.compiled_graph import compile_graph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.reshard import Resharder, value_specs
+from polylane.compile.training_problem import TrainingProblem
 from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.cost.operators.profile import Both, Profile
 from polylane.cost.operators.training_options import TrainingOptions
@@ -30,16 +32,20 @@ from polylane.placement.rewrite import AxisSplit
 from polylane.plan.lanes import lanes_of, replica_lanes_of, stage_graph_of
 from polylane.plan.plan import Plan
 from polylane.planner import problem as setup
+from polylane.planner.ranked_plan import RankedPlan
 from polylane.probe.machine import running_cluster
 from polylane.program.boxes import box_volume
 from polylane.program.lower import crossing_as_sent
 from polylane.runtime.connections.connections import count_communicators, declare_transports
 from polylane.runtime.pipeline.bind_program import lower_ahead
 from polylane.runtime.workers.world import accelerator_type
+from polylane.samples.derivation import derive_composition
+from polylane.samples.microbatch_limit import min_samples_for
 from polylane.schedule.live import peak_live
 from polylane.sharding.cost_model import CostSetting
 from polylane.sharding.explain import explain, format_explanation
 from polylane.sharding.layout import Layout
+from polylane.sharding.stage_layouts import StageLayouts, choose_layouts
 
 MOST_WORKERS = 64  # whose programs are made to count their communicators
 
@@ -73,6 +79,42 @@ def count_plan_communicators(prepared: CompiledTraining) -> tuple[int, ...]:
     """Return how many communicators each worker has where each has a GPU, and NCCL carries everything."""
     programs = lower_ahead(prepared).values()
     return count_communicators(declare_transports(prepared, programs, is_ordered=True).values(), prepared.plan.workers)
+
+
+def count_found_communicators(
+    problem: TrainingProblem, captured: setup.CapturedProblem, ranked_plan: RankedPlan
+) -> tuple[int, ...] | None:
+    """Return how many communicators each worker of a found plan would have over NCCL; nothing is captured again.
+
+    Args:
+        problem: the training with all its objectives.
+        captured: what the plan was found for, with the parameters that must not be sharded.
+        ranked_plan: the plan, with the graph cut into its stages.
+
+    Returns:
+        The numbers by rank; None for several objectives, of which the search has seen the first, and for more than
+        :data:`MOST_WORKERS` workers.
+    """
+    plan, partition = ranked_plan.plan, ranked_plan.partition
+    if len(problem.objectives) > 1 or plan.workers > MOST_WORKERS:
+        return None
+    layouts = StageLayouts((None,) * plan.pipeline)
+    if plan.axes:
+        layouts = choose_layouts(partition, plan, -(-problem.samples // plan.microbatches), captured.whole)
+    batch_layouts = derive_composition(partition.graph, plan.per_sample).batch_layouts if plan.resplits_batch else {}
+    prepared = CompiledTraining(
+        model=problem.model,
+        objectives=problem.objectives,
+        graphs={name: compile_graph(partition, plan, layouts, batch_layouts) for name in problem.objectives},
+        evaluations={},
+        plan=plan,
+        in_float64=problem.in_float64,
+        init=problem.init,
+        min_samples=min_samples_for(plan, [partition.graph]),
+        samples=problem.samples,
+        held=problem.held,
+    )
+    return count_plan_communicators(prepared)
 
 
 def price_stages(prepared: CompiledTraining, seconds: Sequence[Both], batch: int) -> tuple[PlanCost, ...]:
