@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,23 @@ def test_equal_models_with_other_weights() -> None:
     other = Tempered(2.0)
     nn.init.zeros_(other.inner[0].weight)
     assert difference(FIRST, described(other)) is None
+
+
+def test_files_may_be_in_other_places(tmp_path: Path) -> None:
+    """Hosts have their files where they have them; the lines of a loss are only said, not compared."""
+    captures = []
+    for host in ("alice", "bob"):
+        file = tmp_path / host / "train.py"
+        file.parent.mkdir()
+        file.write_text(
+            "def loss(model, batch):\n    return (model(batch[0]).logsumexp(1) - batch[1]).square().mean()\n"
+        )
+        namespace: dict[str, Any] = {}
+        exec(compile(file.read_text(), str(file), "exec"), namespace)
+        captures.append(described(Tempered(2.0), namespace["loss"]))
+    lines = [" ".join(name for name, _ in capture["loss"][1]) for capture in captures]
+    assert "alice/train.py" in lines[0] and "bob/train.py" in lines[1]
+    assert difference(*captures) is None
 
 
 def test_other_sizes_are_not_compared() -> None:

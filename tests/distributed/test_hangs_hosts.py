@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="makes network namespaces, as root"),
-]
+from tests.support.hosts import DATA_LINK, Hosts, data_address, drop_link, host_names
+
+pytestmark = pytest.mark.slow
+
+MEETING = data_address(1)  # torchrun's store is beyond the link
 
 RECIPE = """
 import time, torch
@@ -41,37 +42,28 @@ class Data:
 def data(split):
     return Data() if split == "train" else None
 """
-NAMES = [f"plt{os.getpid()}{letter}" for letter in "ab"]
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
 @pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """Two namespaces with a cable between them."""
-    try:
-        for name in NAMES:
-            ip("netns", "add", name)
-        ip("link", "add", "eth0", "netns", NAMES[0], "type", "veth", "peer", "name", "eth0", "netns", NAMES[1])
-        for number, name in enumerate(NAMES, start=1):
-            ip("-n", name, "addr", "add", f"10.91.7.{number}/24", "dev", "eth0")
-            for device in ("eth0", "lo"):
-                ip("-n", name, "link", "set", device, "up")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespaces here: {error.stderr!r}")
-    yield NAMES
-    for name in NAMES:
-        subprocess.run(["ip", "netns", "del", name], check=False)
+def hosts() -> Iterator[Hosts]:
+    made = Hosts.make(2)
+    if isinstance(made, str):
+        pytest.skip(f"no hosts can be made: {made}")
+    with closing(made):
+        yield made
 
 
-def start(name: str, node: int, folder: Path) -> subprocess.Popen[bytes]:
-    launch = f"-m torch.distributed.run --nnodes 2 --node-rank {node} --nproc-per-node 1 --master-addr 10.91.7.1"
+def start(hosts: Hosts, node: int, folder: Path) -> subprocess.Popen[bytes]:
+    launch = f"-m torch.distributed.run --nnodes 2 --node-rank {node} --nproc-per-node 1 --master-addr {MEETING}"
     train = "--master-port 29517 -m -- polylane train r.py --plan data=2 --batch 8 --run run --hang-after 4"
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "POLYLANE_SECRET": "secret" * 9}
-    command = ["ip", "netns", "exec", name, sys.executable, *launch.split(), *train.split()]
-    with open(folder / "said", "wb") as said:
+    environment = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": DATA_LINK,
+        "OMP_NUM_THREADS": "1",
+        "POLYLANE_SECRET": "secret" * 9,
+    }
+    with open(folder / "said", "wb") as said, hosts.hosts[node].enter():
+        command = [sys.executable, *launch.split(), *train.split()]
         return subprocess.Popen(command, cwd=folder, env=environment, stderr=said, stdout=subprocess.DEVNULL)
 
 
@@ -79,24 +71,25 @@ def read(folders: list[Path]) -> list[str]:
     return [(folder / "said").read_text() for folder in folders]
 
 
-def test_a_link_that_carries_nothing_is_named_by_both_hosts(hosts: list[str], tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in hosts]
+def test_a_link_that_carries_nothing_is_named_by_both_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in host_names(2)]
     for folder in folders:
         folder.mkdir()
         (folder / "r.py").write_text(RECIPE)
-    agents = [start(name, node, folders[node]) for node, name in enumerate(hosts)]
+    agents = [start(hosts, node, folder) for node, folder in enumerate(folders)]
     try:
         deadline = time.monotonic() + 200
         while not any(len(each.read_text().splitlines()) > 20 for each in folders[0].rglob("metrics.jsonl")):
             assert time.monotonic() < deadline and all(agent.poll() is None for agent in agents)
             time.sleep(0.2)
-        ip("-n", hosts[1], "link", "set", "eth0", "down")
+        with hosts.hosts[1].enter():
+            drop_link()
         # Before the link is there again: torchrun's agents wait for each other.
         deadline = time.monotonic() + 60
         while not all("the training hangs: " in said for said in read(folders)) and time.monotonic() < deadline:
             time.sleep(0.2)
     finally:
-        subprocess.run(["ip", "-n", hosts[1], "link", "set", "eth0", "up"], check=False)
+        hosts.raise_link()
         for agent in agents:
             agent.terminate()
         for agent in agents:
@@ -105,8 +98,8 @@ def test_a_link_that_carries_nothing_is_named_by_both_hosts(hosts: list[str], tm
             except subprocess.TimeoutExpired:
                 agent.kill()
     said = read(folders)
-    machine = os.uname().nodename
-    assert f"{machine} (node 1), with rank 1, has not been heard from for " in said[0]
-    assert f"rank 0 on {machine} (node 0) has waited for rank 1 for " in said[0]
-    assert f"{machine} (node 1) has not heard of {machine} (node 0) for " in said[1]
-    assert "nor has torchrun's store at 10.91.7.1:29517 answered" in said[1]
+    first, second = host_names(2)
+    assert f"{second}, with rank 1, has not been heard from for " in said[0]
+    assert f"rank 0 on {first} has waited for rank 1 for " in said[0]
+    assert f"{second} has not heard of {first} for " in said[1]
+    assert f"nor has torchrun's store at {MEETING}:29517 answered" in said[1]

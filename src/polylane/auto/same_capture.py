@@ -72,7 +72,7 @@ def find_difference(world: World, described: Described) -> str | None:
         The same on all workers; None if all are alike, or captured batches of different sizes.
     """
     own_digests = {
-        name: (samples, hashlib.sha256(repr(nodes).encode()).hexdigest())
+        name: (samples, hashlib.sha256(repr(_texts(nodes)).encode()).hexdigest())
         for name, (samples, nodes, _) in described.items()
     }
     digests = world.all_gather_object(own_digests)
@@ -88,6 +88,11 @@ def find_difference(world: World, described: Described) -> str | None:
     )
 
 
+def _texts(lines: Sequence[Line]) -> list[str]:
+    """Return what nodes compute, without their lines: a host may have its files elsewhere."""
+    return [text for _, text in lines]
+
+
 def _parts(reference: Mapping[str, tuple[int, str]], digests: Mapping[str, tuple[int, str]], name: str) -> bool:
     return name in reference and reference[name][0] == digests[name][0] and reference[name] != digests[name]
 
@@ -97,6 +102,6 @@ def _describe(lines: Sequence[Line], notes: Sequence[str], second: Sequence[Line
     for who, note in (*(("on rank 0", note) for note in notes if note not in others_notes),
                       *(("there", note) for note in others_notes if note not in notes)):  # fmt: skip
         return f"{who} {note}"
-    pairs = [pair for pair in zip_longest(lines, second, fillvalue=("", "")) if pair[0] != pair[1]]
+    pairs = [pair for pair in zip_longest(lines, second, fillvalue=("", "")) if pair[0][1] != pair[1][1]]
     names = [next((name for name, _ in (line, other_line) if name), "") for line, other_line in pairs]
     return f"they part at {next(filter(None, names), 'a constant')}"
