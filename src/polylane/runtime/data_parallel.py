@@ -77,9 +77,7 @@ class DataParallel:
         self._named = {str(i): parameter for i, parameter in enumerate(self._parameters)}
         self._hooks, self._of_hooks = GradientHooks(self._named), dict[str, Tensor | None]()
         self._sums = PassSums(self._named, self._transport)
-        for name, parameter in self._named.items():
-            if parameter.requires_grad:
-                parameter.register_hook(OwnHook(self._make_grad_hook(name)))
+        self._watched = set[str]()
         if self.world.size > 1:
             # Rank 0's weights count: replicas must begin equal, since only gradients are summed from then on.
             named = {
@@ -88,9 +86,7 @@ class DataParallel:
                 for name, t in [*m.named_parameters(), *m.named_buffers()]
             }
             weights.broadcast_weights(named, self._transport)
-            for parameter in self._parameters:
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(OwnHook(self._refuse_unseeded))
+        self._watch_trained()
         self.world.progress.enter(Phase.SCRIPT)
 
     def __getattr__(self, name: str) -> Any:
@@ -233,6 +229,7 @@ class DataParallel:
             loss.backward(seed, *args, **kwargs)
             return
         self._passes += 1
+        self._watch_trained()
         with self._hooks.taken_off():
             self._sum_pass(loss, seed, *args, **kwargs)
             self._complete_hooked()
@@ -264,6 +261,15 @@ class DataParallel:
                 self._hooks.run({n: self._named[n] for n in earlier}, self._seed, self._passes, earlier)
         finally:
             self._completing = False
+
+    def _watch_trained(self) -> None:
+        """Register hooks on parameters that require a gradient and have none: a loop may unfreeze some later."""
+        for name, parameter in self._named.items():
+            if parameter.requires_grad and name not in self._watched:
+                self._watched.add(name)
+                parameter.register_hook(OwnHook(self._make_grad_hook(name)))
+                if self.world.size > 1:
+                    parameter.register_post_accumulate_grad_hook(OwnHook(self._refuse_unseeded))
 
     def _make_grad_hook(self, name: str) -> Any:
         def note(_: Tensor) -> None:

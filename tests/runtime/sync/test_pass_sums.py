@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import polylane
+from polylane.errors import PolylaneError
 from polylane.program import lower
 from polylane.runtime.sync.pass_sums import foresee_next
 from polylane.runtime.transport.choose import VARIABLE
@@ -71,11 +73,11 @@ class OwnCheckpoint(torch.autograd.Function):
         return None, inner.grad
 
 
-def build_models() -> nn.ModuleDict:
+def build_models(is_frozen: bool = False) -> nn.ModuleDict:
     torch.manual_seed(0)
-    return nn.ModuleDict(
-        {n: nn.Sequential(nn.Linear(WIDTH, WIDTH), Gated(), nn.Linear(WIDTH, 1)) for n in "dg"}
-    ).double()
+    models = {n: nn.Sequential(nn.Linear(WIDTH, WIDTH), Gated(), nn.Linear(WIDTH, 1)) for n in "dg"}
+    models["g"].requires_grad_(not is_frozen)
+    return nn.ModuleDict({**models, "table": nn.Embedding(8, WIDTH, sparse=True)}).double()
 
 
 def read_batches(replicas: Any) -> Iterator[Tensor]:
@@ -146,12 +148,34 @@ def failures(replicas: Any, models: nn.ModuleDict) -> dict[str, Tensor]:
     return gather_state(models)
 
 
+def unfreezing(replicas: Any, models: nn.ModuleDict) -> dict[str, Tensor]:
+    """A model that is frozen until the second round, and again in every other pass from the fourth on."""
+    optimizer = torch.optim.SGD(models.parameters(), lr=0.1)
+    for step, batch in enumerate(read_batches(replicas)):
+        models["g"].requires_grad_(step == 2 or (step > 3 and step % 2 == 0))
+        optimizer.zero_grad()
+        models["d"](models["g"](batch).expand(-1, WIDTH)).square().mean().backward()
+        optimizer.step()
+    return gather_state(models)
+
+
+def tables(replicas: Any, models: nn.ModuleDict) -> dict[str, Tensor]:
+    """An embedding whose gradient is sparse: each replica reads rows of its own."""
+    optimizer = torch.optim.SGD(models.parameters(), lr=0.1)
+    for batch in read_batches(replicas):
+        rows = models["table"]((batch[:, 0].abs() * 4).long().clamp(max=7))
+        models["d"](rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach().clone() for name, value in models.state_dict().items()}
+
+
 def gather_state(models: nn.ModuleDict) -> dict[str, Tensor]:
     gradients = {f"{n}.grad": p.grad for n, p in models.named_parameters() if p.grad is not None}
     return {n: t.detach().clone() for n, t in {**models.state_dict(), **gradients}.items()}
 
 
-@pytest.mark.parametrize("loop", [adversaries, accumulation, checkpoints, failures])
+@pytest.mark.parametrize("loop", [adversaries, accumulation, checkpoints, failures, unfreezing, tables])
 @pytest.mark.parametrize("backend", ["shared_memory", "nccl"])
 def test_loops_on_replicas_are_those_of_one_worker(loop: Loop, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lower, "BUCKET_BYTES", 300)  # several buckets
@@ -159,7 +183,7 @@ def test_loops_on_replicas_are_those_of_one_worker(loop: Loop, backend: str, mon
     def work(_: Any) -> tuple[dict[str, Tensor], list[fake_nccl.Launch]]:
         if backend == "nccl":
             become_nccl_worker()
-        models = build_models()
+        models = build_models(is_frozen=loop is unfreezing)
         replicas = polylane.data_parallel(*models.values())
         fake_nccl.RECORDER.phase = "step 0"
         return loop(replicas, models), fake_nccl.RECORDER.launches
@@ -172,6 +196,38 @@ def test_loops_on_replicas_are_those_of_one_worker(loop: Loop, backend: str, mon
                 state[name], value, rtol=1e-9, atol=1e-12, msg=lambda text, n=name: f"{n} {text}"
             )
     assert list_violations([launches for _, launches in several]) == []
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
+@pytest.mark.parametrize("failing_step", [0, 3])  # with nothing foreseen, and with sums under way
+def test_an_error_of_one_replica_ends_the_loop_of_all(
+    failing_step: int, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that goes on behind its own error would add its gradients to those of other batches."""
+    monkeypatch.setenv(VARIABLE, transport)
+
+    def work(_: Any) -> tuple[int, str]:
+        models = build_models()
+        replicas, step = polylane.data_parallel(*models.values()), -1
+
+        def fail(gradient: Tensor) -> None:
+            raise ArithmeticError("on this rank alone")
+
+        try:
+            for step, batch in enumerate(read_batches(replicas)):
+                hidden = models["d"][0](batch)
+                if step == failing_step and replicas.world.rank == 1:
+                    hidden.register_hook(fail)
+                with suppress(ArithmeticError):
+                    models["d"][2](hidden).square().mean().backward()
+        except PolylaneError as error:
+            return step, str(error)
+        return step, ""
+
+    first, second = fork_workers(work, 2)
+    assert first[0] == failing_step and second[0] == failing_step + 1
+    assert first[1] == second[1]
+    assert "loss.backward() raised on rank 1, and not on all 2" in first[1]
 
 
 def test_sums_begin_in_the_pass_and_wait_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from polylane.graph.nodes.facts import unwrap_settings
+
 # These may return their argument itself, without an alias annotation in their schema.
 _SILENT_ALIASES = (
     "aten.dropout.default",
@@ -49,24 +51,25 @@ def find_written_buffers(graph: fx.Graph) -> list[str]:
     return [str(node.meta["role"][1]) for node in buffers if root[node] in written]
 
 
-def _aliased_arguments(node: fx.Node) -> list[fx.Node]:
+def aliased_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node's value may share memory with."""
+    target = unwrap_settings(node.target)
     if node.op != "call_function":
         return []
-    if node.target is operator.getitem:
+    if target is operator.getitem:
         return [a for a in node.args if isinstance(a, fx.Node)]
-    if not isinstance(node.target, torch._ops.OpOverload):
-        if not callable(getattr(node.target, "fake", None)):
+    if not isinstance(target, torch._ops.OpOverload):
+        if not callable(getattr(target, "fake", None)):
             return []  # a symbolic size
         return list(node.all_input_nodes)  # the user's own Python may return views
-    if str(node.target) in _SILENT_ALIASES:
+    if str(target) in _SILENT_ALIASES:
         return [a for a in node.args[:1] if isinstance(a, fx.Node)]
     return [value for _, value in _annotated_arguments(node)]
 
 
 def _annotated_arguments(node: fx.Node) -> Iterator[tuple[Any, fx.Node]]:
     """Yield the alias annotations of an operator's schema, each with the node that is given for the argument."""
-    target: Any = node.target
+    target: Any = unwrap_settings(node.target)
     for i, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None:
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
@@ -86,7 +89,7 @@ def alias_groups(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
     for node in graph.nodes:
         find(node)
-        for argument in _aliased_arguments(node):
+        for argument in aliased_arguments(node):
             # The sample slice is an argument of many nodes, but has no memory.
             if _is_part(argument):
                 continue

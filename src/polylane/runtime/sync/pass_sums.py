@@ -18,11 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from polylane.errors import PolylaneError
 from polylane.graph.graph import TensorInfo
+from polylane.graph.sparse_gradients import densify
 from polylane.program.lower import fill_buckets
 from polylane.runtime.sync.all_reduce import match_strides
 from polylane.runtime.sync.bucket_launcher import BucketLauncher
@@ -31,6 +34,7 @@ from polylane.runtime.transport.protocol import PendingTransfer, Transport
 
 # Passes that are remembered, and the most that are compared: a loop that repeats itself later is not foreseen.
 MOST_PASSES, LONGEST_MATCH = 64, 16
+FAILED = "failed"  # what a replica says, in place of what it has reached, of a pass that raised
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,10 +83,18 @@ class PassSums:
         # Gradients of earlier passes, by the parameters that this pass has reached, in the order of their gradients.
         self._earlier: dict[str, Tensor | None] = {}
         self._launched: list[tuple[tuple[str, ...], PendingTransfer]] = []
+        self._has_failed = False  # whether the last pass did, which the others have not been told
 
     def begin(self) -> None:
-        """Prepare a backward pass, before it runs."""
+        """Prepare a backward pass, before it runs.
+
+        Raises:
+            PolylaneError: the last pass failed on this replica, and not on all others.
+        """
         self._wait_launched()  # of a pass that failed: its results are nobody's
+        if self._has_failed:
+            self._has_failed = False
+            self._exchange(FAILED)
         self._expected = foresee_next(self._past)
         if self._expected is not None:
             self._expected.launcher.begin(self._launch_expected)
@@ -98,12 +110,15 @@ class PassSums:
 
         Returns:
             The gradients of all parameters that any replica has reached, each in new memory or a bucket's.
+
+        Raises:
+            PolylaneError: the pass failed on another replica.
         """
         expected = self._launch_rest()
         # Also what was reached again behind its sum, as by checkpoints that run a backward pass of their own.
         remaining = [name for name in self._earlier if self._parameters[name].grad is not None]
         is_foreseen = expected is not None and not remaining and expected.names == self._earlier.keys()
-        reports = self._transport.all_gather_object(None if is_foreseen else [list(self._earlier), remaining])
+        reports = self._exchange(None if is_foreseen else [list(self._earlier), remaining])
         foreseen = [[name for bucket in expected.buckets for name in bucket], []] if expected is not None else []
         parts = [foreseen if report is None else report for report in reports]
         # In the order of the gradients on the first replica, then of those that only others have.
@@ -123,11 +138,34 @@ class PassSums:
         ]
 
     def abandon(self) -> None:
-        """Give up a pass that has failed: gradients are as before it, and other replicas are not left waiting."""
+        """Give up a pass that has failed: gradients are as before it, and sums of other replicas are not left waiting.
+
+        That it failed is told when the next pass begins: if it never does, nobody is waited for.
+        """
+        self._has_failed = True
         self._launch_rest()
+        self._restore_earlier()
+
+    def _restore_earlier(self) -> None:
         for name, gradient in self._earlier.items():
             self._parameters[name].grad = gradient
         self._earlier = {}
+
+    def _exchange(self, report: Any) -> list[Any]:
+        """Return what every replica says of the pass; a collective of all of them.
+
+        A loop that goes on behind an error that only it had would be a pass ahead from then on: its gradients would be
+        added to those of other batches.
+        """
+        reports = self._transport.all_gather_object(report)
+        failed = [rank for rank, message in enumerate(reports) if message == FAILED]
+        if failed and len(failed) < len(reports):
+            self._restore_earlier()
+            raise PolylaneError(
+                f"replicas: loss.backward() raised on rank {failed[0]}, and not on all {len(reports)}, so there is "
+                "no gradient of the whole batch: let the error end the loop, or raise it on every rank"
+            )
+        return reports
 
     def _launch_rest(self) -> ReachedParameters | None:
         if self._expected is not None:
@@ -142,8 +180,11 @@ class PassSums:
         """Start the sum of this worker's gradients, with zeros for those that it has not, and take them off."""
         with torch.no_grad():
             parameters = [self._parameters[name] for name in bucket]
+            # Of an embedding with sparse=True, too: ranks have other rows, and buckets one size.
             gradients = [
-                parameter.grad if name in self._earlier and parameter.grad is not None else torch.zeros_like(parameter)
+                torch.zeros_like(parameter)
+                if name not in self._earlier or (gradient := parameter.grad) is None
+                else densify(gradient)
                 for name, parameter in zip(bucket, parameters, strict=True)
             ]
             flat = flatten_tensors(gradients)

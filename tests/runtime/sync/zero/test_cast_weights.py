@@ -224,6 +224,33 @@ def test_a_graph_that_reads_a_weight_otherwise_gathers_it_whole(monkeypatch: pyt
         assert seen[0] == expected[0]
 
 
+class Handed(nn.Module):
+    """A view that is made out of autocast, and read behind other layers; a weight that dropout hands on as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.flat, self.first = nn.Parameter(torch.randn(72) / 9), nn.Linear(9, 9)
+        self.second, self.last = nn.Linear(9, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            viewed, dropped = self.flat.view(8, 9), F.dropout(self.last.weight, 0.2, self.training)
+        x = torch.tanh(self.first(x))
+        return F.linear(torch.tanh(self.second(x) + F.linear(x, viewed)), dropped, self.last.bias)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_weights_that_operators_hand_on_are_full_until_they_are_read(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lower, "BUCKET_BYTES", 0)  # a unit for each parameter
+    monkeypatch.setitem(TRAININGS, "handed", (Handed, classify, signals))
+    plan = f"data=2,precision={precision}"
+    for seen, expected in zip(train("handed", f"{plan},shard=parameters"), train("handed", plan), strict=True):
+        assert seen[0] == pytest.approx(expected[0], rel=1e-6)  # the last one is an evaluation: without dropout
+
+
 def test_nothing_whole_is_kept_between_passes() -> None:
     """Neither what is gathered nor a cast of it: autograd has positions in units, from which it is gathered again."""
     build, loss, batch_of = TRAININGS["gpt"]

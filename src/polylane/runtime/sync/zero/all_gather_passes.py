@@ -16,7 +16,6 @@ all workers match.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from polylane.graph.nodes.memory import aliased_arguments
 from polylane.runtime.parameters.zero_shards import FlatBuffer, Shards
 from polylane.runtime.span_clock import CollectiveWaits
 from polylane.runtime.stage_hooks import StageHooks, WatchedCall
@@ -255,16 +255,9 @@ def _find_unit_uses(graph: fx.Graph, shards: Shards) -> list[_UnitUse]:
         if kind == "parameter" and name in shards.buffer_of:
             units[node] = shards.buffer_of[name]
         for flat in (units[n] for n in node.all_input_nodes if n in units):
-            # A view shares the unit's memory: its users extend the unit's lifetime.
-            if _is_view(node):
+            # What shares the unit's memory, or is the parameter itself, extends the unit's lifetime by its users.
+            if isinstance(node.target, CastWeight) or units.keys() & aliased_arguments(node):
                 units[node] = flat
             use = uses.setdefault(flat.unit.name, [flat, position, position, False])
             use[2], use[3] = position, use[3] or isinstance(node.target, WatchedCall)
     return [_UnitUse(*use) for use in uses.values()]
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Return whether a node's result may alias its input, by the alias annotations of the operator's schema."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return any(result.alias_info is not None for result in node.target._schema.returns)
-    return node.target is operator.getitem or isinstance(node.target, CastWeight)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from polylane.graph.nodes.facts import unwrap_settings
-from polylane.graph.nodes.memory import storage_id
+from polylane.graph.nodes.memory import aliased_arguments, storage_id
 from polylane.placement.overlap import hold, linear
 from polylane.runtime.parameters.zero_shards import FlatBuffer, empty_storage
 
@@ -114,10 +114,8 @@ def _call_on(node: fx.Node, value: Any) -> Any:
 def _take_view(node: fx.Node, example: Any) -> Any:
     """Return the view that a node makes of a value without data, or None if it does anything else."""
     target = unwrap_settings(node.target)
-    is_alias = isinstance(target, torch._ops.OpOverload) and any(r.alias_info for r in target._schema.returns)
-    if len(node.all_input_nodes) != 1 or node.op != "call_function":
-        return None
-    if not (target is operator.getitem or (is_alias and not target._schema.is_mutable)):
+    is_pure = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
+    if not (is_pure or target is operator.getitem) or node.all_input_nodes != aliased_arguments(node):
         return None
     result = _call_on(node, example)
     tensors = [example, result]
