@@ -218,6 +218,9 @@ class DataParallel:
             loss: the tensor that backward was called on.
             gradient: the user's own seed; None for a scalar loss.
             args, kwargs: further arguments of ``Tensor.backward``.
+
+        Raises:
+            PolylaneError: the pass failed on another worker; or gradients are to be differentiated again.
         """
         if self._seeded:  # inside of a backward pass, as checkpoints call it: what it starts from is scaled already
             loss.backward(gradient, *args, **kwargs)
@@ -228,6 +231,11 @@ class DataParallel:
         if self.world.size == 1 and not hooked_names(self._named.items()):
             loss.backward(seed, *args, **kwargs)
             return
+        if self.world.size > 1 and (kwargs.get("create_graph") or args[1:2] == (True,)):
+            raise PolylaneError(
+                "loss.backward(create_graph=True): the sum of gradients over replicas cannot be differentiated again; "
+                "of gradients of each sample's own, take torch.autograd.grad(..., create_graph=True) into the loss"
+            )
         self._passes += 1
         self._watch_trained()
         with self._hooks.taken_off():
@@ -250,7 +258,7 @@ class DataParallel:
             if summed.name in self._hooks.taken:
                 parameter.grad, self._of_hooks[summed.name] = gradient, summed.earlier
                 continue
-            parameter.grad = gradient if summed.earlier is None else summed.earlier + gradient
+            parameter.grad = gradient if summed.earlier is None else _accumulate(summed.earlier, gradient)
 
     def _complete_hooked(self) -> None:
         """Give the summed gradients to the user's hooks, and add what these make of them to those of earlier passes."""
@@ -283,6 +291,12 @@ class DataParallel:
             raise PolylaneError(
                 "replicas: call loss.backward() inside the loop over batches(); nothing else is summed over them"
             )
+
+
+def _accumulate(earlier: Tensor, gradient: Tensor) -> Tensor:
+    """Add a gradient to that of earlier passes, in its memory, as autograd does: who holds it sees the sum."""
+    with torch.no_grad():
+        return earlier.add_(gradient)
 
 
 class _ScaledBackward(TorchFunctionMode):

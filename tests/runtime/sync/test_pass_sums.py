@@ -170,12 +170,30 @@ def tables(replicas: Any, models: nn.ModuleDict) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in models.state_dict().items()}
 
 
+def shared_gradients(replicas: Any, models: nn.ModuleDict) -> dict[str, Tensor]:
+    """Gradients in one buffer of the loop's own, which alone is set to zero; two passes add to it."""
+    parameters = [*models["d"].parameters(), *models["g"].parameters()]
+    buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+    for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for batch in read_batches(replicas):
+        buffer.zero_()
+        for name in "dg":
+            models[name](batch).square().mean().backward()
+        buffer.clamp_(-0.5, 0.5)
+        optimizer.step()
+    return gather_state(models)
+
+
 def gather_state(models: nn.ModuleDict) -> dict[str, Tensor]:
     gradients = {f"{n}.grad": p.grad for n, p in models.named_parameters() if p.grad is not None}
     return {n: t.detach().clone() for n, t in {**models.state_dict(), **gradients}.items()}
 
 
-@pytest.mark.parametrize("loop", [adversaries, accumulation, checkpoints, failures, unfreezing, tables])
+@pytest.mark.parametrize(
+    "loop", [adversaries, accumulation, checkpoints, failures, unfreezing, tables, shared_gradients]
+)
 @pytest.mark.parametrize("backend", ["shared_memory", "nccl"])
 def test_loops_on_replicas_are_those_of_one_worker(loop: Loop, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lower, "BUCKET_BYTES", 300)  # several buckets
@@ -228,6 +246,21 @@ def test_an_error_of_one_replica_ends_the_loop_of_all(
     assert first[0] == failing_step and second[0] == failing_step + 1
     assert first[1] == second[1]
     assert "loss.backward() raised on rank 1, and not on all 2" in first[1]
+
+
+def test_gradients_that_are_to_be_differentiated_again_are_refused() -> None:
+    def work(_: Any) -> bool:
+        models = build_models()
+        replicas = polylane.data_parallel(*models.values())
+        for batch in read_batches(replicas):
+            loss = models["d"](batch).square().mean()
+            with pytest.raises(PolylaneError, match="create_graph=True"):
+                loss.backward(create_graph=True)
+            with pytest.raises(PolylaneError, match="create_graph=True"):
+                loss.backward(None, True, True)
+        return all(parameter.grad is None for parameter in models.parameters())
+
+    assert fork_workers(work, 2) == [True, True]
 
 
 def test_sums_begin_in_the_pass_and_wait_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
