@@ -20,3 +20,27 @@ def test_running_statistics_are_those_of_all_values_once(is_common: bool) -> Non
     result = batch_norm(part, x, None, None, *moved, True, 0.1, 1e-5, False, is_common)
     torch.testing.assert_close(result, expected[:6], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(moved, (mean, variance), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_affine", [False, True])
+def test_numbers_of_16_bits_are_normalized_in_32_and_stay_16(dtype: torch.dtype, is_affine: bool) -> None:
+    """As under autocast, with weights of float32; means are large beside the variance."""
+    random = torch.Generator().manual_seed(0)
+    x, grad = ((torch.randn(16, 3, generator=random) + shift).to(dtype) for shift in (20.0, 0.0))
+    factors = [torch.randn(3, generator=random) for _ in range(2)] if is_affine else [None, None]
+    part = SampleSlice(16, batch=32, sum_replicas=lambda sums: sums.mul_(2))  # the other replica has the same numbers
+    numbers = []
+    for is_exact in (True, False):  # on one worker in float64, and over replicas
+        inputs = [
+            None if value is None else value.to(torch.float64 if is_exact else value.dtype, copy=True).requires_grad_()
+            for value in (x, *factors)
+        ]
+        head = () if is_exact else (part,)
+        result = (torch.batch_norm if is_exact else batch_norm)(*head, *inputs, None, None, True, 0.1, 1e-5, False)
+        result.backward(grad.to(result.dtype))
+        numbers.append([result.detach(), *(value.grad for value in inputs if value is not None)])
+    assert numbers[1][0].dtype == dtype
+    rounding = torch.finfo(dtype).eps
+    for expected, seen in zip(*numbers, strict=True):
+        torch.testing.assert_close(seen.double(), expected, rtol=rounding, atol=rounding)

@@ -27,14 +27,16 @@ _CANCELS = 1e4
 class SyncStatistics(torch.autograd.Function):
     """Normalize by statistics over all replicas; one all-reduce forward, one backward.
 
-    In float64, means that are large beside their variance take a second one forward.
+    In float64, means that are large beside their variance take a second one forward. Numbers of 16 bits are normalized
+    in 32, and rounded once, as torch's own operator does it: so the result has their dtype under autocast, too.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, part: SampleSlice, eps: float) -> Any:
         assert part.sum_replicas is not None
         dims = [d for d in range(x.dim()) if d != 1]
-        channels = x.shape[1]
+        channels, narrow_dtype = x.shape[1], x.dtype
+        x = x.to(torch.float32 if x.dtype.itemsize == 2 else x.dtype)
         count = x.numel() // max(channels, 1)
         # In float64, because the variance is a difference of large numbers: mean of squares minus squared mean.
         sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
@@ -59,20 +61,20 @@ class SyncStatistics(torch.autograd.Function):
         shape = [1, channels] + [1] * (x.dim() - 2)
         inverse = (variance + eps).rsqrt().to(x.dtype)
         normal = (x - mean.to(x.dtype).view(shape)) * inverse.view(shape)
-        ctx.save_for_backward(normal, inverse, weight)
+        saved = normal.to(narrow_dtype)
+        ctx.save_for_backward(saved, inverse, weight)
         ctx.part, ctx.dims, ctx.shape, ctx.total, ctx.has_bias = part, dims, shape, total, bias is not None
         out = normal if weight is None else normal * weight.view(shape)
         ctx.mark_non_differentiable(mean, variance, total)
         if bias is not None:
             out = out + bias.view(shape)
-        elif out is normal:  # which is saved for backward
-            out = out.clone()
+        out = out.to(narrow_dtype, copy=out is normal)  # in float32 that is what is saved
         return out, mean, variance, total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        normal, inverse, weight = ctx.saved_tensors
-        grad, part, shape = grads[0], ctx.part, ctx.shape
+        saved, inverse, weight = ctx.saved_tensors
+        grad, normal, part, shape = grads[0].to(inverse.dtype), saved.to(inverse.dtype), ctx.part, ctx.shape
         own = torch.stack([grad.sum(ctx.dims), (grad * normal).sum(ctx.dims)])
         sums = own.to(torch.float64, copy=True)  # ``own`` stays this replica's: parameters' gradients are summed later
         part.sum_replicas(sums)
@@ -81,7 +83,7 @@ class SyncStatistics(torch.autograd.Function):
         dx = (grad - means[0].view(shape) - normal * means[1].view(shape)) * scale.view(shape)
         d_weight, d_bias = own[1] if weight is not None else None, own[0] if ctx.has_bias else None
         # Padding samples must not contribute to the gradient of what they were computed from.
-        return dx * part.weight, d_weight, d_bias, None, None
+        return (dx * part.weight).to(saved.dtype), d_weight, d_bias, None, None
 
 
 def batch_norm(
