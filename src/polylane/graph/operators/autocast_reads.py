@@ -58,7 +58,8 @@ _known_reads = WeakKeyDictionary[fx.Graph, dict[torch.dtype, WeightReads]]()
 def find_weight_reads(graph: Graph, dtype: torch.dtype) -> WeightReads:
     """Return which parameters autocast to ``dtype`` casts in a graph.
 
-    Autocast's own lists decide, those of all types of devices: so all workers find the same, whatever they have.
+    Autocast's own lists decide, those for CPUs and for CUDA both: what one of them leaves alone is not cast. So all
+    workers find the same, whatever devices they have.
     """
     reads_by_dtype = _known_reads.setdefault(graph.code.fx, {})
     if dtype not in reads_by_dtype:
