@@ -78,6 +78,19 @@ class Convolutions(nn.Module):
         return self.last(x.mean(-1)) + self.second.weight.square().sum() * 1e-3
 
 
+class Expanded(nn.Module):
+    """A matrix for each sample, views of one: their number depends on the batch, and their gradients are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.each, self.last = nn.Linear(9, 8), nn.Parameter(torch.randn(8, 8) / 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))[:, None]
+        return self.last((x + x @ self.each.expand(len(x), -1, -1))[:, 0])
+
+
 def next_token(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
@@ -102,6 +115,7 @@ def signals(step: int) -> tuple[Tensor, Tensor]:
 TRAININGS: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[int], Any]]] = {
     "gpt": (GPT, next_token, tokens),
     "convolutions": (Convolutions, classify, signals),
+    "expanded": (Expanded, classify, signals),
 }
 
 
@@ -130,6 +144,7 @@ CASES = [
     ("gpt", "data=2,tensor=2,precision=bfloat16", "gloo"),
     ("convolutions", "data=4,within=2,precision=bfloat16", "gloo"),
     ("gpt", "data=2,pipeline=2,schedule=interleaved,microbatches=4,precision=bfloat16", "shared_memory"),
+    ("expanded", "data=2,precision=bfloat16", "shared_memory"),
 ]
 
 

@@ -94,7 +94,7 @@ def read_cast_weight(graph: fx.Graph, weight: fx.Node, flat: FlatBuffer) -> None
             if view is not None:
                 pending.append((reader, view, [*views, reader]))
                 continue
-            is_cast = isinstance(unwrap_settings(reader.target), torch._ops.OpOverload) or reader.target is linear
+            is_cast = _is_cast_for(reader, node)
             if shared is None or not is_cast:
                 call = CastWeight(flat, name, views, not (is_cast or reader.target is hold))
                 with graph.inserting_before(reader):
@@ -104,6 +104,16 @@ def read_cast_weight(graph: fx.Graph, weight: fx.Node, flat: FlatBuffer) -> None
             else:
                 cast = shared
             reader.replace_input_with(node, cast)
+
+
+def _is_cast_for(reader: fx.Node, weight: fx.Node) -> bool:
+    """Return whether autocast casts a weight, or a view of it, for an operator that reads it.
+
+    Not where the operator makes a view that is not a node of one input, as ``expand`` to a batch: that is cast itself,
+    so the gradients of its elements are added in the weight's dtype.
+    """
+    is_torchs = isinstance(unwrap_settings(reader.target), torch._ops.OpOverload)
+    return (is_torchs and weight not in aliased_arguments(reader)) or reader.target is linear
 
 
 def _call_on(node: fx.Node, value: Any) -> Any:
