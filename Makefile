@@ -65,8 +65,8 @@ test-all: check $(KERNELS) ## All tests, the slow ones too
 	@$(BIN)/python -m pytest
 
 $(KERNELS): $(INSTALLED)
-	@echo "Installing Triton, whose interpreter runs the kernels of GPUs: 290 MB"
-	@$(PIP) -c $(CONSTRAINTS) -e '.[kernels]'
+	@echo "Installing Triton, whose interpreter runs the kernels of GPUs, and Ray: 390 MB"
+	@$(PIP) -c $(CONSTRAINTS) -e '.[kernels,ray]'
 	@touch $@
 
 mutants: $(INSTALLED) ## Plant bugs, one at a time, which verify and the tests must notice (an hour); ARGS="--only dropped-send"
