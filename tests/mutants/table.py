@@ -711,7 +711,7 @@ MORE = [
     Mutant(
         "loop-forgets-earlier-passes", "in a user's own loop only the last backward pass before a step counts",
         "runtime.data_parallel:DataParallel._sum_pass",
-        "gradient if summed.earlier is None else summed.earlier + gradient",
+        "gradient if summed.earlier is None else _accumulate(summed.earlier, gradient)",
         "gradient",
         "tests/distributed/test_replicas.py", unseen="a user's own loop is not what a proof runs",
     ),

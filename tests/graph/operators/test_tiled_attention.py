@@ -199,6 +199,26 @@ def test_narrow_numbers(dtype: torch.dtype, autocast: bool) -> None:
         assert error <= 8 * torch.finfo(dtype).eps * float(exact.detach().abs().max())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_tiles_are_the_whole(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """The softmax is of 32 bits, and a mask whose least number is none of 16 bits masks no more than it does there."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 2, 64, 8, requires_grad=True) for _ in range(3)]
+    mask = torch.zeros(64, 64)
+    mask[3:9] = torch.finfo(torch.float32).min  # queries that see nothing: of equal scores, not of none
+    results = []
+    for least in (0, WHOLE):
+        monkeypatch.setattr(tiled_attention, "LEAST_SCORES", least)
+        with torch.autocast("cpu", dtype=dtype):
+            out = attention(PART, 5, 0, *inputs, attn_mask=mask, dropout_p=0.3, tile=300)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
+    assert all(bool((out[:, :, 3:9] != 0).any()) for out, *_ in results)
+    for tiled, whole in zip(*results, strict=True):
+        assert tiled.dtype == whole.dtype
+        error = float((tiled.double() - whole.double()).detach().abs().max())
+        assert error <= 8 * torch.finfo(dtype).eps * float(whole.detach().abs().max())
+
+
 # Memory --------------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -39,6 +39,7 @@ class DroppedAttention:
         factor: number that the scores are multiplied with.
         attend_whole: the same function of query, key, value and mask without tiles, which can be differentiated twice.
         tile: number of scores in a tile; None: what suits the device.
+        softmax_dtype: dtype of the softmax and of what the mask is added to; None: that of the products.
     """
 
     part: Any
@@ -49,6 +50,7 @@ class DroppedAttention:
     factor: float
     attend_whole: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     tile: int | None = None
+    softmax_dtype: torch.dtype | None = None
 
     @property
     def scale(self) -> float:
@@ -77,8 +79,11 @@ def attend_in_tiles(
     # A mask's gradient is that of all scores.
     if mask is not None and (mask.requires_grad or torch.broadcast_shapes(mask.shape, shape) != shape):
         return None
+    # Under autocast products are of 16 bits, and softmax of 32, as it is where attention is computed as a whole.
+    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+        call = replace(call, softmax_dtype=torch.float32)
     query, key, value = (_cast(tensor).expand(*lead, *tensor.shape[-2:]) for tensor in (query, key, value))
-    mask = None if mask is None else _cast(mask).expand(shape)
+    mask = None if mask is None else mask.expand(shape)
     return _Tiled.apply(call, query, key, value, mask)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -157,7 +162,9 @@ class _Tiled(torch.autograd.Function):
             for tile in _tiles_of(call, query, key):
                 shares = _shares(call, query, key, mask, tile)
                 dropout_mask = _draw(call, query, key, tile, shares)
-                tile.of_queries(out).copy_(shares.mul_(dropout_mask).mul_(call.scale) @ tile.of_keys(value))
+                dropped = shares.mul_(dropout_mask).mul_(call.scale).to(value.dtype)
+                tile.of_queries(out).copy_(dropped @ tile.of_keys(value))
+                del dropped
                 del shares, dropout_mask  # before the next tile's are made
         return out
 
@@ -179,12 +186,13 @@ class _Tiled(torch.autograd.Function):
                 shares = _shares(call, query, key, mask, tile)
                 dropout_mask = _draw(call, query, key, tile, shares)
                 grad = tile.of_queries(grads[0])
-                dropped = (shares * dropout_mask).mul_(call.scale)
+                dropped = (shares * dropout_mask).mul_(call.scale).to(value.dtype)
                 tile.of_keys(of_value).add_(dropped.transpose(-2, -1) @ grad)
                 del dropped
-                of_shares = (grad @ tile.of_keys(value).transpose(-2, -1)).mul_(dropout_mask).mul_(call.scale)
-                del dropout_mask
-                of_scores = torch._softmax_backward_data(of_shares, shares, -1, shares.dtype)
+                of_dropped = (grad @ tile.of_keys(value).transpose(-2, -1)).to(shares.dtype)
+                of_shares = of_dropped.mul_(dropout_mask).mul_(call.scale)
+                del dropout_mask, of_dropped
+                of_scores = torch._softmax_backward_data(of_shares, shares, -1, shares.dtype).to(query.dtype)
                 del of_shares, shares
                 tile.of_queries(of_query).copy_((of_scores @ tile.of_keys(key)).mul_(call.factor))
                 tile.of_keys(of_key).add_(of_scores.transpose(-2, -1) @ (tile.of_queries(query) * call.factor))
@@ -202,6 +210,7 @@ def _tiles_of(call: DroppedAttention, query: Tensor, key: Tensor) -> Iterator[_T
 def _shares(call: DroppedAttention, query: Tensor, key: Tensor, mask: Tensor | None, tile: _Tile) -> Tensor:
     """Return the softmax of a tile's scores."""
     scores = (tile.of_queries(query) * call.factor) @ tile.of_keys(key).transpose(-2, -1)
+    scores = scores.to(call.softmax_dtype or scores.dtype)
     start, stop = tile.rows
     if call.is_causal and start < tile.keys:
         later = torch.ones(stop - start, tile.keys - start, dtype=torch.bool, device=scores.device).triu_(1)
