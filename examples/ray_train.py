@@ -1,7 +1,7 @@
-"""Train under a plan in the workers of Ray Train: python examples/ray_train.py
+"""Train under a plan in the workers of Ray Train, which replaces a worker that dies.
 
-A worker that dies is replaced by Ray, and the training goes on from its last checkpoint, with the numbers of one that
-was not broken. --kill-at 30 kills one, to see that.
+python examples/ray_train.py                          two workers, data=2
+python examples/ray_train.py --kill-at 37             kills one: the training goes on from its last checkpoint
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="Train under a plan in the workers of Ray Train.")
     parser.add_argument("--plan", default="data=2")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--storage", type=Path, default=Path("run/ray"), help="a folder that all nodes share")

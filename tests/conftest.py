@@ -27,7 +27,11 @@ import torch  # noqa: E402
 import torch._dynamo.config  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from polylane.profiling import machine_load  # noqa: E402
 from tests.support.workers.fork_memory import keep_collapsed  # noqa: E402
+
+# Tests run beside others, which disturb what they measure: it is not measured twice, and nothing is said of it.
+machine_load.FOREIGN = machine_load.SLOWER = float("inf")
 
 # Workers are forked from this process. A process whose OpenMP pool has started hangs in its children: never start it.
 torch.set_num_threads(1)

@@ -22,6 +22,13 @@ def compute(seconds: float) -> None:
         sum(range(1000))
 
 
+@pytest.fixture(autouse=True)
+def _bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the library, in place of the tests'."""
+    monkeypatch.setattr(machine_load, "FOREIGN", 0.1)
+    monkeypatch.setattr(machine_load, "SLOWER", 1.25)
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
     """The seconds of the whole machine as this one's processes use them, and what a test adds to them."""

@@ -100,7 +100,7 @@ def test_the_first_of_slurm_s_hosts(names: str, first: str) -> None:
 def test_mpirun_on_several_hosts_must_be_told_where_they_meet(environment: dict[str, str]) -> None:
     environment.update(OPEN_MPI)
     with pytest.raises(PolylaneError, match=r"mpirun does not say where rank 0 is: .* mpirun -x MASTER_ADDR=HOST"):
-        Launch.of_process()
+        Launch.of_process().check_meeting_place()
 
 
 SKYPILOT = {

@@ -124,6 +124,7 @@ class Meeting:
 def _open_store(launch: Launch) -> Store:
     from torch.distributed.rendezvous import rendezvous
 
+    launch.check_meeting_place()
     try:
         store: Store = next(rendezvous("env://", launch.rank, launch.size, timeout=timedelta(seconds=MEET_SECONDS)))[0]
     except (RuntimeError, OSError, ValueError) as error:

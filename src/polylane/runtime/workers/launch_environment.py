@@ -148,10 +148,17 @@ class Launch:
         rank = read_number("RANK")
         local_size = read_number("LOCAL_WORLD_SIZE", default=1)
         size, local_rank = read_number("WORLD_SIZE"), read_number("LOCAL_RANK", default=rank)
+        return cls(True, rank, size, local_rank, local_size, launcher)
+
+    def check_meeting_place(self) -> None:
+        """Check that the environment says where workers meet.
+
+        Raises:
+            PolylaneError: it does not.
+        """
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
-                raise PolylaneError(_explain_missing(name, launcher))
-        return cls(True, rank, size, local_rank, local_size, launcher)
+                raise PolylaneError(_explain_missing(name, self.launcher))
 
 
 def find_launcher() -> str:

@@ -115,6 +115,7 @@ class World:
         device = pick_device(launch.local_rank)
         if not launch.is_worker:
             return cls(rank=0, size=1, local_rank=0, device=device, backend=None)
+        launch.check_meeting_place()
         backend = _own_backend(device, launch.local_size)
         store, rank, size = next(rendezvous("env://", launch.rank, launch.size, timeout=timeout))
         store.set_timeout(timeout)
