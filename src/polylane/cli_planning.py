@@ -9,13 +9,7 @@ import typer
 
 from polylane.cli_options import Batch, Json, Recipe, Set
 from polylane.commands.learning.advise_request import AdviseRequest
-from polylane.commands.requests import (
-    PlanRequest,
-    ProbeRequest,
-    RecipeRequest,
-    SimulateRequest,
-    build_request,
-)
+from polylane.commands.requests import PlanRequest, ProbeRequest, RecipeRequest, SimulateRequest, build_request
 
 
 def register(app: typer.Typer) -> None:
@@ -133,7 +127,7 @@ def probe(
 def doctor(
     run: Annotated[
         Path | None,
-        typer.Option("--run", metavar="DIR", help="The folder that the run is to have: do all hosts see it?"),
+        typer.Option("--run", metavar="DIR", help="The run's folder, which all hosts must see."),
     ] = None,
     cluster: Annotated[
         Path | None,

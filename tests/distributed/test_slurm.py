@@ -19,6 +19,7 @@ from tests.support.slurm import Slurm, missing_command, running_slurm, wait_for
 pytestmark = pytest.mark.slow
 
 RECIPE = str(Path(__file__).parents[1] / "support/recipes/small_network.py")
+SCRIPT_OF_PREPARE = str(Path(__file__).parents[2] / "examples/tutorial/train.py")
 TRAIN = ["train", RECIPE, "--plan", "data=4", "--batch", "32", "--steps", "12"]
 
 
@@ -44,6 +45,23 @@ def test_tasks_of_srun_are_the_workers(slurm: Slurm, tmp_path: Path) -> None:
     found, alone = json.loads(out.read_text()), train_here(("data=1",), 1, tmp_path)["data=1"]
     for plan in plans:
         assert_equal(found[plan], alone, 1e-12)
+
+
+def test_a_script_that_srun_runs_is_audited(slurm: Slurm, tmp_path: Path) -> None:
+    """The auditor is a process of its own, which must not take itself for a task."""
+    words = [
+        sys.executable,
+        "-m",
+        "polylane",
+        "run",
+        SCRIPT_OF_PREPARE,
+        "--plan",
+        "data=2",
+        "--run",
+        str(tmp_path / "run"),
+    ]
+    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *words)
+    assert done.returncode == 0 and "the same numbers as one device" in done.stdout + done.stderr, done.stderr
 
 
 def test_a_plan_of_other_workers_is_refused_by_name(slurm: Slurm, tmp_path: Path) -> None:

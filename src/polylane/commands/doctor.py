@@ -6,6 +6,7 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,6 +106,7 @@ def _look_for_file(meeting: Meeting, launch: Launch, folder: Path) -> list[bool]
     seen_by = [bool(value) for value in meeting.exchange(is_seen)]
     if launch.is_first and name:
         (folder / name).unlink(missing_ok=True)
-        if is_new:
-            folder.rmdir()
+        with suppress(OSError):  # somebody else has written there meanwhile
+            if is_new:
+                folder.rmdir()
     return seen_by

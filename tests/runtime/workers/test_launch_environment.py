@@ -34,7 +34,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     variables: dict[str, str] = {}
     with monkeypatch.context() as patch:
         patch.setattr(os, "environ", variables)
-        patch.setattr(launch_environment, "_launcher", [])
         yield variables
 
 
@@ -49,7 +48,11 @@ def test_nothing_started_a_process_that_is_alone(environment: dict[str, str]) ->
         (SLURM, Launch(True, 3, 4, 1, 2, "Slurm"), "host-a"),
         ({**OPEN_MPI, "MASTER_ADDR": "head"}, Launch(True, 5, 8, 1, 4, "mpirun"), "head"),
         (MPICH, Launch(True, 1, 2, 1, 2, "mpiexec"), "127.0.0.1"),
-        ({**SLURM, **TORCHRUN}, Launch(True, 2, 4, 0, 2, "torchrun"), "a"),  # srun has started torchrun
+        (
+            {**SLURM, **TORCHRUN, "TORCHELASTIC_RUN_ID": "1"},
+            Launch(True, 2, 4, 0, 2, "torchrun"),
+            "a",
+        ),  # srun has started torchrun
     ],
 )
 def test_what_launchers_say(environment: dict[str, str], said: dict[str, str], launch: Launch, address: str) -> None:
@@ -58,6 +61,15 @@ def test_what_launchers_say(environment: dict[str, str], said: dict[str, str], l
     assert environment["RANK"] == str(launch.rank) and environment["MASTER_ADDR"] == address
     assert 1 <= int(environment["MASTER_PORT"]) < 32_768
     assert Launch.of_process() == launch, "once more, now that torchrun's variables are there"
+
+
+@pytest.mark.parametrize("said", [TORCHRUN, SLURM, MPICH, {**OPEN_MPI, "MASTER_ADDR": "head"}])
+def test_hidden_ranks_leave_a_process_that_is_alone(environment: dict[str, str], said: dict[str, str]) -> None:
+    """As auditors are, and workers that a worker starts: they must not join it a second time."""
+    environment.update(said)
+    assert Launch.of_process().is_worker
+    launch_environment.hide_ranks()
+    assert Launch.of_process() == Launch() and not is_launched()
 
 
 def test_ports_of_two_jobs_and_of_two_steps_differ(environment: dict[str, str]) -> None:

@@ -92,7 +92,9 @@ class Meeting:
         return values
 
     def measure_pairs(self, addresses: Sequence[str], number: int | None) -> list[PairMeasurement]:
-        """Have every host reach all others, one after the other, and measure the links; a collective.
+        """Have every host reach all others, and measure the links; a collective.
+
+        In every round each host sends to one other and is sent to by one, so that n hosts take n - 1 rounds.
 
         Args:
             addresses: of the hosts, in the order of their first ranks.
@@ -102,22 +104,17 @@ class Meeting:
             The measurements of all hosts.
         """
         server = _AnsweringServer(addresses[number]) if number is not None else None
-        ports = {
-            entry[0]: entry[1]
-            for entry in self.exchange([number, server.port if server else 0])
-            if entry[0] is not None
-        }
-        measurements = list[dict[str, Any]]()
-        try:
-            for source in range(len(addresses)):
-                if source == number:
-                    targets = (target for target in range(len(addresses)) if target != source)
-                    measurements = [vars(measure_link(source, t, addresses[t], ports[t])) for t in targets]
-                self.exchange(None)  # one host at a time
-        finally:
-            everything = self.exchange(measurements)
-            if server is not None:
-                server.close()
+        entries = self.exchange([number, server.port if server else 0])
+        ports = {host: port for host, port in entries if host is not None}
+        measurements, count = list[dict[str, Any]](), len(addresses)
+        for distance in range(1, count):
+            if number is not None:
+                target = (number + distance) % count
+                measurements.append(vars(measure_link(number, target, addresses[target], ports[target])))
+            self.exchange(None)  # before the next round
+        everything = self.exchange(measurements)
+        if server is not None:
+            server.close()
         return [PairMeasurement(**row) for rows in everything for row in rows]
 
 

@@ -92,18 +92,15 @@ def _choose_port(job: str) -> str:
     return str(_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS)
 
 
-# What launchers say, in torchrun's variables: the first that has started this process counts.
+# What launchers say, in torchrun's variables; see :func:`find_launcher` for the one that counts.
 LAUNCHERS: Mapping[str, Reader] = {
-    "torchrun": read_torchrun,
     "Slurm": read_slurm,
     "mpirun": _make_mpi_reader(
         "PMIX_NAMESPACE", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
     ),
     "mpiexec": _make_mpi_reader("PMI_JOBID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "torchrun": read_torchrun,
 }
-
-
-_launcher: list[str] = []  # the launcher that this process has read, at the end
 
 
 @dataclass(frozen=True)
@@ -144,7 +141,6 @@ class Launch:
         # As torch's own rendezvous reads them; what the user has set counts.
         variables = LAUNCHERS[launcher](os.environ)
         os.environ.update({name: value for name, value in variables.items() if name not in os.environ})
-        _launcher.append(launcher)
         rank = read_number("RANK")
         local_size = read_number("LOCAL_WORLD_SIZE", default=1)
         size, local_rank = read_number("WORLD_SIZE"), read_number("LOCAL_RANK", default=rank)
@@ -163,9 +159,10 @@ class Launch:
 
 def find_launcher() -> str:
     """Return the name of the launcher that has started this process as one of its workers; "" for none."""
-    launcher = next((name for name, read in LAUNCHERS.items() if read(os.environ)), "")
-    # Once its variables are torchrun's, too, they do not tell who has set them.
-    return _launcher[-1] if launcher and _launcher else launcher
+    # torchrun's agent may itself be a task of Slurm's; its workers have a variable that nobody else sets.
+    if "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
+        return "torchrun"
+    return next((name for name, read in LAUNCHERS.items() if read(os.environ)), "")
 
 
 def is_launched() -> bool:
@@ -243,5 +240,5 @@ def is_first_of_host() -> bool:
 
 def hide_ranks() -> None:
     """Remove from this process's environment what tells the user's code that it is one of several workers."""
-    for name in VARIABLES:
+    for name in (*VARIABLES, "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         os.environ.pop(name, None)
