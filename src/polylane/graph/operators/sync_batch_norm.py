@@ -34,8 +34,7 @@ class SyncStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, part: SampleSlice, eps: float) -> Any:
         assert part.sum_replicas is not None
-        dims = [d for d in range(x.dim()) if d != 1]
-        channels, narrow_dtype = x.shape[1], x.dtype
+        input_values, channels = x, x.shape[1]
         x = x.to(torch.float32 if x.dtype.itemsize == 2 else x.dtype)
         count = x.numel() // max(channels, 1)
         # In float64, because the variance is a difference of large numbers: mean of squares minus squared mean.
@@ -43,7 +42,7 @@ class SyncStatistics(torch.autograd.Function):
         # Weight 0: padding samples take part in the collective, and count for nothing.
         moments = None
         if part.weight:
-            moments = [moment.double() for moment in reversed(torch.var_mean(x, dims, correction=0))]
+            moments = [moment.double() for moment in _moments(x)]
             sums[:channels] = moments[0] * count
             sums[channels:-1] = (moments[1] + moments[0] * moments[0]) * count
             sums[-1] = count
@@ -58,32 +57,51 @@ class SyncStatistics(torch.autograd.Function):
             squares = torch.zeros_like(mean) if moments is None else (moments[1] + (moments[0] - mean).square()) * count
             part.sum_replicas(squares)
             variance = squares / total
-        shape = [1, channels] + [1] * (x.dim() - 2)
-        inverse = (variance + eps).rsqrt().to(x.dtype)
-        normal = (x - mean.to(x.dtype).view(shape)) * inverse.view(shape)
-        saved = normal.to(narrow_dtype)
-        ctx.save_for_backward(saved, inverse, weight)
-        ctx.part, ctx.dims, ctx.shape, ctx.total, ctx.has_bias = part, dims, shape, total, bias is not None
-        out = normal if weight is None else normal * weight.view(shape)
+        common = mean.to(x.dtype), variance.to(x.dtype)
+        ctx.save_for_backward(input_values, weight, *common)
+        ctx.part, ctx.total, ctx.eps, ctx.has_bias = part, total, eps, bias is not None
         ctx.mark_non_differentiable(mean, variance, total)
-        if bias is not None:
-            out = out + bias.view(shape)
-        out = out.to(narrow_dtype, copy=out is normal)  # in float32 that is what is saved
-        return out, mean, variance, total
+        return _normalize(x, weight, bias, *common, eps).to(input_values.dtype), mean, variance, total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        saved, inverse, weight = ctx.saved_tensors
-        grad, normal, part, shape = grads[0].to(inverse.dtype), saved.to(inverse.dtype), ctx.part, ctx.shape
-        own = torch.stack([grad.sum(ctx.dims), (grad * normal).sum(ctx.dims)])
+        input_values, weight, mean, variance = ctx.saved_tensors
+        grad, x, part = grads[0].to(mean.dtype), input_values.to(mean.dtype), ctx.part
+        # The gradients of weight and bias are the sums that the gradient of x needs: of the gradient times the
+        # normalized values, and of the gradient.
+        output_mask = [False, True, True]
+        _, *own_sums = torch.ops.aten.native_batch_norm_backward(
+            grad, x, None, mean, variance, None, None, False, ctx.eps, output_mask
+        )
+        own = torch.stack(own_sums)
         sums = own.to(torch.float64, copy=True)  # ``own`` stays this replica's: parameters' gradients are summed later
         part.sum_replicas(sums)
         means = (sums / ctx.total).to(grad.dtype)
-        scale = inverse if weight is None else inverse * weight
-        dx = (grad - means[0].view(shape) - normal * means[1].view(shape)) * scale.view(shape)
-        d_weight, d_bias = own[1] if weight is not None else None, own[0] if ctx.has_bias else None
         # Padding samples must not contribute to the gradient of what they were computed from.
-        return (dx * part.weight).to(saved.dtype), d_weight, d_bias, None, None
+        scale = (variance + ctx.eps).rsqrt() * part.weight
+        scale = scale if weight is None else scale * weight
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        dx = (grad - _normalize(x, means[0], means[1], mean, variance, ctx.eps)) * scale.view(shape).to(grad.dtype)
+        d_weight, d_bias = own[0] if weight is not None else None, own[1] if ctx.has_bias else None
+        return dx.to(input_values.dtype), d_weight, d_bias, None, None
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean and the biased variance of each channel."""
+    if type(x) is Tensor and x.device.type in ("cpu", "cuda"):
+        # The kernel of torch's own normalization: on a CPU four times as fast as a reduction over several dimensions.
+        mean, variance = torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)
+    else:  # it has no version for tensors without data
+        variance, mean = torch.var_mean(x, [d for d in range(x.dim()) if d != 1], correction=0)
+    return mean, variance
+
+
+def _normalize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+) -> Tensor:
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias by channel, in one pass over x."""
+    weight, bias = (None if factor is None else factor.to(x.dtype) for factor in (weight, bias))
+    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False)
 
 
 def batch_norm(
