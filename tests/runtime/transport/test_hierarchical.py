@@ -1,4 +1,4 @@
-"""Sums that climb from workers to hosts and come down again: parts, rings, bytes, and the plain sum."""
+"""Collectives that climb from workers to hosts and come down again: parts, columns, bytes, and the plain result."""
 
 from __future__ import annotations
 
@@ -91,6 +91,37 @@ def test_sums_are_the_plain_sum(hosts: str):
 
     for wrong, gathered in fork_workers(worker, 4):
         assert max(wrong) < 1e-12 and gathered == 0
+
+
+@pytest.mark.parametrize("hosts", subsets.one_in(2, [pytest.param(hosts, id=name) for name, hosts in HOSTS.items()]))
+def test_other_collectives_are_the_plain_ones(hosts: str):
+    """Parts of different sizes, one of them empty, in an order of the ranks that is not theirs."""
+    values = torch.randn(4, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    order, sizes = (2, 0, 3, 1), (300, 0, 500, 200)
+    own_size = dict(zip(order, sizes, strict=True))
+    starts = dict(zip(order, (0, 300, 300, 800), strict=True))
+
+    def worker(context: WorkerContext) -> list[float]:
+        rank, everyone = context.rank, (0, 1, 2, 3)
+        transport = hierarchical_for(context.world, hosts)(context.world, [], [everyone])
+        part = slice(starts[rank], starts[rank] + own_size[rank])
+        # Started together, and waited for in another order.
+        gathering = transport.all_gather(values[0, part].clone(), order, sizes)
+        scattering = transport.reduce_scatter(values[rank].clone(), order, sizes)
+        target = [values[rank, ::2].clone() if rank == 2 else torch.zeros(500, dtype=torch.float64) for _ in range(2)]
+        sending = [transport.broadcast(tensor, 2, everyone) for tensor in target]
+        equal_parts = transport.all_gather(values[rank, :7].clone(), everyone)
+        wrong = [values[2, ::2] - pending.wait() for pending in reversed(sending)]
+        wrong += [values[2, ::2] - tensor for tensor in target]
+        wrong.append(values[:, :7].flatten() - equal_parts.wait())
+        wrong.append(values.sum(0)[part] - scattering.wait())
+        wrong.append(values[0] - gathering.wait())
+        transport.barrier()
+        transport.close()
+        return [float(difference.abs().max()) if difference.numel() else 0.0 for difference in wrong]
+
+    for wrong in fork_workers(worker, 4):
+        assert max(wrong) < 1e-12
 
 
 def test_closed_and_opened_again():

@@ -143,12 +143,24 @@ def _ring_curve(span: RankSpan, kind: Kind, groups: int | None) -> CollectiveCur
     """Return a ring's curve: every rank sends to the next; all-to-all sends directly, one message after another."""
     passes = 2 if kind == "all_reduce" else 1
     hops = passes * sum(crossing.ring_edges * crossing.link.hop for crossing in span.crossings)
-    # Volume that leaves each unit, as a fraction of the value: 2 (n - 1) / n for all-reduce, 1 for broadcast,
-    # else (n - 1) / n. All-to-all depends on the unit.
-    share = {"all_reduce": 2.0, "broadcast": span.ranks / (span.ranks - 1)}.get(kind, 1.0)
-    volume = None if kind == "all_to_all" else share * (span.ranks - 1) / span.ranks
-    flows = tuple(_link_flow(span, crossing, kind, groups, volume) for crossing in span.crossings)
+    flows = tuple(
+        _link_flow(span, crossing, kind, groups, _ring_volume(span, crossing, kind)) for crossing in span.crossings
+    )
     return CollectiveCurve("ring", _start_latency(span, kind), hops, (flows,))
+
+
+def _ring_volume(span: RankSpan, crossing: LinkUse, kind: Kind) -> float | None:
+    """Return what leaves each unit of a link in a ring, as a fraction of the value; None: all-to-all, by unit.
+
+    2 (n - 1) / n for all-reduce, 1 for broadcast, else (n - 1) / n, of n ranks; of n units where CPU workers share the
+    memory of their hosts, and every host receives a byte once (:mod:`polylane.runtime.transport.hierarchical`).
+    """
+    if kind in ("all_to_all", "broadcast"):
+        return None if kind == "all_to_all" else 1.0
+    inner = span.crossings[0]
+    shares_memory = inner.level == Level.HOST < span.level and inner.link.cpu > 0
+    count = crossing.unit_count if shares_memory else span.ranks
+    return (2.0 if kind == "all_reduce" else 1.0) * (count - 1) / count
 
 
 def _tree_curve(span: RankSpan, kind: Kind, groups: int | None) -> CollectiveCurve | None:

@@ -1,15 +1,18 @@
-"""Hierarchical all-reduce over hosts of several CPU workers: shared memory inside a host, torch.distributed between.
+"""Hierarchical collectives over hosts of several CPU workers: shared memory inside a host, torch.distributed between.
 
-    step                                    over                                    carried by
-    1  reduce-scatter: one part a worker    the workers of a host                   shared memory
-    2  all-reduce of each part              workers with the same part, by host     torch.distributed
-    3  all-gather of the parts              the workers of a host                   shared memory
+    collective        inside a host                between workers of one column     inside a host
+    all-reduce        reduce-scatter to parts      all-reduce of a part              all-gather of the parts
+    reduce-scatter    reduce-scatter to columns    reduce-scatter of a column
+    all-gather                                     all-gather of a column            all-gather of the columns
+    broadcast                                      broadcast in the source's         broadcast of its member
 
-Each byte goes over the network once for each host, not once for each worker (as in Goyal et al. 2017, section 4). If
-hosts have different numbers of workers in a group, the first worker of each host has everything as its part.
+A column has one worker of each host: the first ones, the second ones, and so on. Each byte goes over the network once
+for each host, not once for each worker (as in Goyal et al. 2017, section 4). If hosts have different numbers of workers
+in a group, the first worker of each host has everything as its part of an all-reduce, and the other collectives go over
+torch.distributed alone; so does all-to-all, whose pieces go over the network once in any case.
 
-A separate thread runs these steps, in the order in which the sums were started: they proceed whatever this worker's
-main thread is waiting for.
+A separate thread runs these steps, in the order in which the collectives were started: they proceed whatever this
+worker's main thread is waiting for.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,22 +35,30 @@ from polylane.runtime.transport.shared_memory.hub import MessageHub
 from polylane.runtime.transport.shared_memory.rendezvous import reconnect_hub
 from polylane.runtime.workers.world import World
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class HostTree:
-    """How a group sums over hosts, from the view of one of its workers.
+    """How a group communicates over hosts, from the view of one of its workers.
 
     Attributes:
         host_ranks: ranks of the group on this host, ascending.
         index: index of this worker in ``host_ranks``.
         cross_ranks: ranks with the same part as this worker, one of each host; empty if this worker has no part.
         is_even: whether every worker of a host has a part; otherwise the first one has everything.
+        columns: ranks with the same part, for every part.
     """
 
     host_ranks: tuple[int, ...]
     index: int
     cross_ranks: tuple[int, ...]
     is_even: bool
+    columns: tuple[tuple[int, ...], ...] = ()
+
+    def by_columns(self) -> list[int]:
+        """Return all ranks of the group, column after column."""
+        return [rank for column in self.columns for rank in column]
 
     def part_sizes(self, elements: int) -> list[int]:
         """Return the number of elements of the part of each worker of this host."""
@@ -88,8 +99,8 @@ def cross_host_groups(parts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]
 class HierarchicalTransport:
     """The workers of several hosts; the interface is :class:`~.protocol.Transport`.
 
-    Collectives of a group inside one host go over shared memory, all-reduces over several hosts take the three steps of
-    the module, and everything else goes over torch.distributed.
+    Collectives of a group inside one host go over shared memory, those over several hosts take the steps of the module,
+    and everything else goes over torch.distributed.
 
     Args:
         hub: connections of this worker to the others of its host.
@@ -134,7 +145,7 @@ class HierarchicalTransport:
         self._inside_host.counters = self._between_hosts.counters = self.counters
         self._steps = shared_memory.SharedMemoryTransport(hub, world, (), steps)
         self._across = c10d.C10dTransport(world, (), across, tag, own_groups=True)
-        self._thread = SerialThread("polylane-sums")
+        self._thread = SerialThread("polylane-hosts")
         self._peers = {peer for pair in near if world.rank in pair for peer in pair} - {world.rank}
 
     def send(self, tensor: Tensor, peer: int) -> PendingTransfer:
@@ -172,15 +183,79 @@ class HierarchicalTransport:
             wire.copy_(self._steps.all_gather(part, climb.host_ranks, sizes).wait())
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> PendingTransfer:
-        return self._transport_of(ranks).all_gather(tensor, ranks, sizes)
+        tree, ranks = self._even_tree(ranks), tuple(ranks)
+        if tree is None:
+            return self._transport_of(ranks).all_gather(tensor, ranks, sizes)
+        sizes = protocol.gathered_sizes(tensor, ranks.index(self.rank), ranks, sizes)
+        wire = protocol.make_contiguous(tensor)
+        self.counters.count_sent("all_gather", wire, wire.nbytes * (len(ranks) - 1))
+        by_rank = dict(zip(ranks, sizes, strict=True))
+        return Deferred(self._thread.submit(self._gather_over_hosts, wire, tree, by_rank).result)
+
+    def _gather_over_hosts(self, wire: Tensor, tree: HostTree, sizes: dict[int, int]) -> Tensor:
+        """Run the steps of an all-gather; ``sizes`` has the elements of ranks' parts, in the order of the result."""
+        column = self._across.all_gather(wire, tree.cross_ranks, [sizes[rank] for rank in tree.cross_ranks]).wait()
+        widths = [sum(sizes[rank] for rank in ranks) for ranks in tree.columns]
+        if len(tree.host_ranks) > 1:
+            column = self._steps.all_gather(column, tree.host_ranks, widths).wait()
+        order = tree.by_columns()
+        parts = dict(zip(order, column.split([sizes[rank] for rank in order]), strict=True))
+        return torch.cat([parts[rank] for rank in sizes])
 
     def reduce_scatter(
         self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None
     ) -> PendingTransfer:
-        return self._transport_of(ranks).reduce_scatter(tensor, ranks, sizes)
+        tree, ranks = self._even_tree(ranks), tuple(ranks)
+        if tree is None:
+            return self._transport_of(ranks).reduce_scatter(tensor, ranks, sizes)
+        protocol.require_summable(tensor)
+        protocol.require_flat(tensor)
+        by_rank = dict(zip(ranks, protocol.part_sizes(tensor.numel(), ranks, sizes), strict=True))
+        wire = protocol.make_contiguous(tensor)
+        leaving = (wire.numel() - by_rank[self.rank]) * wire.element_size()
+        self.counters.count_sent("reduce_scatter", wire, leaving)
+        return Deferred(self._thread.submit(self._scatter_over_hosts, wire, tree, by_rank).result)
+
+    def _scatter_over_hosts(self, wire: Tensor, tree: HostTree, sizes: dict[int, int]) -> Tensor:
+        """Run the steps of a reduce-scatter; ``sizes`` has the elements of ranks' parts, in their order in ``wire``."""
+        parts = dict(zip(sizes, wire.split(list(sizes.values())), strict=True))
+        column = torch.cat([parts[rank] for rank in tree.by_columns()])
+        widths = [sum(sizes[rank] for rank in ranks) for ranks in tree.columns]
+        if len(tree.host_ranks) > 1:
+            column = self._steps.reduce_scatter(column, tree.host_ranks, widths).wait()
+        return self._across.reduce_scatter(column, tree.cross_ranks, [sizes[rank] for rank in tree.cross_ranks]).wait()
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> PendingTransfer:
-        return self._transport_of(ranks := tuple(ranks)).broadcast(tensor, source, ranks)
+        ranks = tuple(ranks)
+        tree = self._even_tree(ranks)
+        if tree is None or tensor.numel() == 0:
+            return self._transport_of(ranks).broadcast(tensor, source, ranks)
+        protocol.require_source(source, ranks)
+        wire, target = protocol.make_contiguous(tensor), tensor.detach()
+        if source == self.rank:
+            self.counters.count_sent("broadcast", wire, wire.nbytes * (len(ranks) - 1))
+        else:
+            self.counters.messages["broadcast"] += 1
+        future = self._thread.submit(self._broadcast_over_hosts, wire, tree, source)
+
+        def finish() -> Tensor:
+            future.result()
+            return protocol.copy_back(wire, target)
+
+        return Deferred(finish)
+
+    def _broadcast_over_hosts(self, wire: Tensor, tree: HostTree, source: int) -> None:
+        """Run the steps of a broadcast, in place."""
+        index, column = next((index, ranks) for index, ranks in enumerate(tree.columns) if source in ranks)
+        if self.rank in column:
+            self._across.broadcast(wire, source, column).wait()
+        if len(tree.host_ranks) > 1:
+            self._steps.broadcast(wire, tree.host_ranks[index], tree.host_ranks).wait()
+
+    def _even_tree(self, ranks: Iterable[int]) -> HostTree | None:
+        """Return how a group over several hosts communicates, all of which have as many of its workers; else None."""
+        tree = self._host_trees.get(protocol.normalize_group(ranks, self.size))
+        return tree if tree is not None and tree.is_even else None
 
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
@@ -242,13 +317,14 @@ class HierarchicalConnections:
 
 def _build_host_tree(rank: int, parts: Sequence[tuple[int, ...]]) -> HostTree:
     host_ranks = next(part for part in parts if rank in part)
-    across = next((ring for ring in cross_host_groups(parts) if rank in ring), ())
-    return HostTree(host_ranks, host_ranks.index(rank), across, len({len(part) for part in parts}) == 1)
+    columns = tuple(cross_host_groups(parts))
+    across = next((column for column in columns if rank in column), ())
+    return HostTree(host_ranks, host_ranks.index(rank), across, len({len(part) for part in parts}) == 1, columns)
 
 
-# ---- the thread of the sums ------------------------------------------------------------------------------------------
+# ---- the thread of collectives over hosts ----------------------------------------------------------------------------
 
-_Task = tuple[Future[None], Callable[..., None], tuple[Any, ...]]
+_Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class SerialThread:
@@ -270,8 +346,8 @@ class SerialThread:
         # At the end of the interpreter nothing is to be done, and waiting could block.
         self._end.atexit = False
 
-    def submit(self, call: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Run a call after all earlier ones, and return a future of its end.
+    def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Run a call after all earlier ones, and return a future of its result.
 
         Raises:
             RuntimeError: the executor was closed before.
@@ -281,7 +357,7 @@ class SerialThread:
         if self._thread is None:
             self._thread = threading.Thread(target=_run_tasks, args=(self._tasks,), name=self._name, daemon=True)
             self._thread.start()
-        future: Future[None] = Future()
+        future: Future[T] = Future()
         self._tasks.put((future, call, arguments))
         return future
 
@@ -297,9 +373,10 @@ def _run_tasks(tasks: SimpleQueue[_Task | None]) -> None:
     while (task := tasks.get()) is not None:
         future, call, arguments = task
         try:
-            call(*arguments)
+            result = call(*arguments)
         except BaseException as error:  # raised where the result is waited for; the thread serves the next task
             future.set_exception(error)
         else:
-            future.set_result(None)
+            future.set_result(result)
+            del result
         del task, future, call, arguments  # while the thread waits it must not keep tensors alive

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -39,7 +39,30 @@ class BlamePeer:
         raise PeerLost(self.peer, self.doing + description, str(error)) from error
 
 
-def wait_for_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], buffers: object = None) -> Deferred[R]:
+@dataclass(eq=False, slots=True)
+class Exchange:
+    """A message to a peer and one from it, waited for as one operation of the backend.
+
+    Attributes:
+        receipt, dispatch: the backend's handles of the two; None where nothing is sent.
+        unsent: messages that were not waited for yet, among which this one is until then: gloo loses a message whose
+            handle is freed before it has been sent.
+    """
+
+    receipt: dist.Work | None
+    dispatch: dist.Work | None
+    unsent: set[object] = field(compare=False, repr=False)
+
+    def wait(self) -> None:
+        self.unsent.discard(self)
+        for message in (self.receipt, self.dispatch):
+            if message is not None:
+                message.wait()
+
+
+def wait_for_work(
+    work: dist.Work | Exchange, blame: BlamePeer, make: Callable[[], R], buffers: object = None
+) -> Deferred[R]:
     """Return a pending operation of the backend, whose result is built from the buffers that it wrote.
 
     Args:
@@ -52,7 +75,7 @@ def wait_for_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], buff
     return Deferred(partial(_finish_work, work, blame, make, buffers), work)
 
 
-def _finish_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], buffers: object) -> R:
+def _finish_work(work: dist.Work | Exchange, blame: BlamePeer, make: Callable[[], R], buffers: object) -> R:
     with blame:
         work.wait()
     return make()
