@@ -105,16 +105,18 @@ def probe(
     settings: Set = None,
     json: Json = False,
 ) -> None:
-    """Measure this machine, for plan and simulate.
+    """Measure this machine or all hosts, for plan and simulate.
 
     -o measures operators, memory, communication, and how much workers that run side by side slow each other, in under a
-    minute, and writes a cluster file. --profile measures the operators of a recipe, which is more accurate on a CPU.
-    Nothing else should run meanwhile.
+    minute, and writes a cluster file. Started by torchrun or srun on several hosts, it measures one host of each kind,
+    every device's speed and the links between all pairs of hosts, and rank 0 writes the file. --profile measures the
+    operators of a recipe, which is more accurate on a CPU. Nothing else should run meanwhile.
 
     \b
     Examples:
       polylane probe -o cluster.yaml --workers 2
       polylane probe --profile examples/gpt.py --batch 32
+      torchrun --nnodes 2 --nproc-per-node 4 ... -m -- polylane probe -o cluster.yaml
     """
     from polylane.commands import probe as command
 

@@ -37,9 +37,10 @@ T = TypeVar("T")
 DATA_LINK, STORE_LINK, SWITCH = "data0", "store0", "switch"
 STORE_ADDRESS = "10.77.250.1"
 MOST_HOSTS = 8
-# What a slow link lets through at once, and what waits before it. It is long: what a full queue drops, TCP sends again
-# only after a fifth of a second or more.
-_BURST, _QUEUE = "256kb", "256mb"
+# Seconds for which a slow link lets through what comes, and what waits before it. The queue is long: what a full one
+# drops, TCP sends again only after a fifth of a second or more.
+_BURST_SECONDS, _QUEUE = 500e-6, "256mb"
+_UNITS = {"mbit": 1e6, "gbit": 1e9}
 _CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
 
 
@@ -172,7 +173,7 @@ class Hosts:
             for target in (STORE_ADDRESS, *(store_address(other) for other in numbers if other != number)):
                 host.run(f"ip route add {target}/32 via {near}")
             for end, device in ((host, DATA_LINK), (self.middle, port)) if rate else ():
-                end.run(f"tc qdisc add dev {device} root tbf rate {rate} burst {_BURST} limit {_QUEUE}")
+                end.run(f"tc qdisc add dev {device} root tbf rate {rate} burst {_burst(rate)} limit {_QUEUE}")
 
     def _add_link(self, name: str, address: str | None, host: Namespaces, host_end: str, host_address: str) -> None:
         """Lay a link from the middle to a host."""
@@ -268,6 +269,12 @@ class Hosts:
 def host_names(count: int) -> tuple[str, ...]:
     """Return the names of so many hosts."""
     return tuple(f"host-{letter}" for letter in "abcdefgh"[:count])
+
+
+def _burst(rate: str) -> int:
+    """Return the bytes that a link lets through at once; a frame at least."""
+    bits = float(rate[:-4]) * _UNITS[rate[-4:]]
+    return max(16_000, int(bits / 8 * _BURST_SECONDS))
 
 
 def data_address(number: int) -> str:

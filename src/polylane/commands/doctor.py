@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from polylane.commands.printing import print_json, print_line
 from polylane.runtime.workers.launch_environment import Launch
 
 if TYPE_CHECKING:
-    from polylane.probe.health.facts import WorkerHealth
     from polylane.probe.health.judge import HealthFinding
     from polylane.probe.health.meeting import Meeting
 
@@ -46,7 +44,7 @@ def run(folder: Path | None, cluster: Path | None, json: bool) -> None:
     own_facts = collect_facts(launch, folder)
     own_facts = replace(own_facts, versions={"polylane": __version__, **own_facts.versions})
     facts = [WorkerHealth.from_dict(data) for data in meeting.exchange(own_facts.to_dict())]
-    facts = _measure_speed(meeting, launch, facts)
+    facts = meeting.measure_speeds(facts)
     seen_by = None if folder is None else _look_for_file(meeting, launch, folder)
     machines = list(dict.fromkeys(worker.machine for worker in facts))
     firsts = [next(worker for worker in facts if worker.machine == machine) for machine in machines]
@@ -60,18 +58,6 @@ def run(folder: Path | None, cluster: Path | None, json: bool) -> None:
     meeting.exchange(None)  # the store is rank 0's
     if worst is Severity.FAILURE:
         sys.exit(1)
-
-
-def _measure_speed(meeting: Meeting, launch: Launch, facts: Sequence[WorkerHealth]) -> list[WorkerHealth]:
-    """Return the facts with the speed of every worker's device; a collective."""
-    from polylane.probe.health.facts import time_matmul
-
-    seconds = 0.0
-    for turn in range(1 + max(worker.local_rank for worker in facts)):  # the workers of a host one after the other
-        if launch.local_rank == turn:
-            seconds = time_matmul(launch)
-        all_seconds = meeting.exchange(seconds)
-    return [replace(worker, matmul_seconds=s) for worker, s in zip(facts, all_seconds, strict=True)]
 
 
 def _print(findings: list[HealthFinding], json: bool) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from polylane.probe.conclusion import MeasuredMachine
     from polylane.probe.effort import Effort
     from polylane.profiling.machine_load import MachineLoad
+    from polylane.runtime.workers.launch_environment import Launch
     from polylane.runtime.workers.started_worker import WorkerContext
 
 
@@ -37,17 +38,29 @@ def run(request: ProbeRequest, effort: Effort | None = None) -> None:
 
     Raises:
         PolylaneError: nothing is asked for, a file cannot be written, there are no workers or more than the machine
-            can hold, or a recipe is wrong.
+            can hold, or a recipe is wrong; with a launcher, its workers do not meet, or a host does not reach another.
     """
     output, workers = request.output, request.workers
     if output is None and not request.recipes:
         raise PolylaneError("nothing to measure: give -o FILE for this machine, or --profile RECIPE for a recipe")
-    if output is not None:
-        _check_writable(output)
+    import torch
+
     from polylane.probe.machine import check_workers, usual_workers
+    from polylane.runtime.workers.launch_environment import Launch
     from polylane.runtime.workers.threads import limit_to_one_thread
 
+    launch = Launch.of_process()
+    if output is not None and launch.is_first:
+        _check_writable(output)
+    threads = torch.get_num_threads()
     limit_to_one_thread()
+    if launch.size > 1:
+        _refuse_of_launcher(request, launch)
+        assert output is not None
+        measured = _hosts(output, launch, effort, threads, request.json)
+        if request.json and launch.is_first:
+            print_json(measured)
+        return
     count = usual_workers() if workers is None else workers
     check_workers(count)
     figures: dict[str, Any] = {"workers": count}
@@ -56,6 +69,60 @@ def run(request: ProbeRequest, effort: Effort | None = None) -> None:
     profiles = [_recipe(recipe, count) for recipe in request.recipes]
     if request.json:
         print_json({**figures, "profiles": profiles})
+
+
+# ---- several hosts ---------------------------------------------------------------------------------------------------
+
+
+def _refuse_of_launcher(request: ProbeRequest, launch: Launch) -> None:
+    """Refuse what is not measured by the workers of a launcher."""
+    if request.recipes:
+        raise PolylaneError(
+            f"--profile measures a recipe on one machine: leave it out, or start probe on one host without "
+            f"{launch.launcher}"
+        )
+    if request.workers not in (None, launch.local_size):
+        raise PolylaneError(
+            f"--workers {request.workers}: {launch.launcher} has started {launch.local_size} on this host; leave it out"
+        )
+
+
+def _hosts(output: Path, launch: Launch, effort: Effort | None, threads: int, json: bool) -> dict[str, Any]:
+    """Measure all hosts; rank 0 writes the cluster file. Return the figures as plain data."""
+    from polylane.probe.effort import thorough
+    from polylane.probe.machine import accelerators
+    from polylane.probe.several_hosts import measure_hosts
+    from polylane.profiling.machine_load import LoadWatch
+
+    start, watch = time.perf_counter(), LoadWatch()
+    with closing(_Display(None)) as display:
+        effort = effort or thorough("cuda" if accelerators() else "cpu")
+        measured = measure_hosts(launch, effort, threads, display)
+    load, slowest = watch.read(), measured.slowest_pair()
+    ends = [measured.hosts[slowest.source].name, measured.hosts[slowest.target].name]
+    rates = [pair.bandwidth for pair in measured.pairs]
+    if launch.is_first:
+        write_text(output, measured.text(time.strftime("%Y-%m-%d %H:%M"), load))
+    seconds = time.perf_counter() - start
+    if launch.is_first and not json:
+        cluster, (median, worst) = measured.cluster, measured.link
+        print(f"{format_plural(cluster.count, 'worker')} on {format_plural(len(measured.hosts), 'host')}")
+        print(
+            f"between hosts: {8 * min(rates) / 1e9:.2f} to {8 * max(rates) / 1e9:.2f} Gb/s, the least from {ends[0]} "
+            f"to {ends[1]}; messages known to within {median:.0%} (median; worst {worst:.0%})"
+        )
+        for rank, speed in cluster.speeds.items():
+            name = next(host.name for host in measured.hosts if rank in host.ranks)
+            print(f"rank {rank} on {name} computes {speed:g} times as fast as the first device of its kind")
+        print_line(f"{output} is written, in {seconds:.0f} s")
+    return {
+        "file": str(output),
+        "seconds": seconds,
+        "hosts": [host.name for host in measured.hosts],
+        "pairs": [vars(pair) for pair in measured.pairs],
+        "speeds": dict(measured.cluster.speeds),
+        "messages": {"median": measured.link[0], "worst": measured.link[1]},
+    }
 
 
 # ---- this machine ----------------------------------------------------------------------------------------------------
@@ -124,9 +191,12 @@ class _Display:
     """Progress on stderr: a bar on a terminal, else a line for each kind of work.
 
     The bar has a thread, and so starts with the first message: after the workers were forked.
+
+    Args:
+        total: number of parts of work; None: not known, and no bar is shown.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int | None) -> None:
         self._total, self._what = total, ""
         self._console = Console(stderr=True)
         self._progress: Progress | None = None
@@ -135,7 +205,7 @@ class _Display:
     def __call__(self, label: str, parts: int) -> None:
         """Count ``parts`` more parts of this work as done."""
         self._done += parts
-        if not self._console.is_terminal:
+        if self._total is None or not self._console.is_terminal:
             if label != self._what:
                 print(f"measuring {label}", file=sys.stderr, flush=True)
             self._what = label

@@ -17,7 +17,7 @@ from polylane.cluster.link import Link
 from polylane.probe import fit_device, fit_link
 from polylane.probe.fit_device import FitErrors
 from polylane.probe.link_speed import TimedTraffic
-from polylane.probe.machine import available_memory, cpu_name, find_preset, shared_cores
+from polylane.probe.machine import available_memory, cores, cpu_name, find_preset
 from polylane.probe.measure import Accelerator, WorkerMeasurements
 from polylane.profiling.machine_load import MachineLoad
 
@@ -66,15 +66,18 @@ def conclude(data: WorkerMeasurements, workers: int) -> MeasuredMachine:
     """Fit the machine's figures to the measurements of its workers."""
     link = crowded = off = None
     if data.timed_traffic:
-        link = _fit_link(data.timed_traffic, data.sums)
+        link = fit_measured_link(data.timed_traffic, data.sums)
         errors = fit_link.link_errors(link, data.timed_traffic)
         if data.crowded is not None:
-            crowded = _fit_link(data.crowded.timed_traffic, data.crowded.sums)
+            crowded = fit_measured_link(data.crowded.timed_traffic, data.crowded.sums)
             errors += fit_link.link_errors(crowded, data.crowded.timed_traffic)
         off = statistics.median(errors), max(errors)
     fields: dict[str, Any]
     if data.gpu is None:
-        device, fields = _cpu_device(data, workers), {"cores": shared_cores(workers), "contention": data.contention}
+        device, fields = (
+            _cpu_device(data, workers),
+            {"cores": max(1, cores() // data.threads), "contention": data.contention},
+        )
     else:
         device, fields = _gpu_device(data, data.gpu), {}
         link = link and link.model_copy(update={"cpu": 0.0})  # the CPU time measured was busy waiting
@@ -84,7 +87,7 @@ def conclude(data: WorkerMeasurements, workers: int) -> MeasuredMachine:
     return MeasuredMachine(cluster, data.threads, fit_device.fit_errors(device, data.timed_cases), off)
 
 
-def _fit_link(timed: Sequence[TimedTraffic], sums: Mapping[int, float]) -> Link:
+def fit_measured_link(timed: Sequence[TimedTraffic], sums: Mapping[int, float] = {}) -> Link:
     """Fit a link to traffic, with the seconds of small sums between computations as they were measured."""
     fitted = fit_link.fit_link(timed).model_copy(update={"sums": dict(sums)})
     return Link.model_validate(_rounded(fitted.model_dump()))

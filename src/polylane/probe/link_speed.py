@@ -74,7 +74,13 @@ def kinds_of(ranks: int) -> tuple[Kind, ...]:
 
 
 def measure_traffic(
-    world: World, sizes: Sequence[int], budget: float, rounds: int, tick: Callable[[], Any] = lambda: None
+    world: World,
+    sizes: Sequence[int],
+    budget: float,
+    rounds: int,
+    tick: Callable[[], Any] = lambda: None,
+    members: Sequence[int] | None = None,
+    arrangements: Sequence[tuple[int, int]] | None = None,
 ) -> list[TimedTraffic]:
     """Time all kinds of traffic in rounds (collective call); all workers get the seconds of the slowest.
 
@@ -84,23 +90,25 @@ def measure_traffic(
         budget: seconds for each size of each kind in each round.
         rounds: number of times everything is measured.
         tick: progress callback, called after each measurement.
+        members: ranks that communicate, groups being neighbours in this order; None: all of the world.
+        arrangements: (ranks of a group, groups at once) pairs; None: :func:`group_arrangements` of the members.
     """
-    ranks = range(world.size)
+    members = range(world.size) if members is None else members
     sorts = [
         TrafficCase(kind, size, degree, count)
-        for degree, count in group_arrangements(world.size)
+        for degree, count in (group_arrangements(len(members)) if arrangements is None else arrangements)
         for kind in kinds_of(degree)
         for size in sizes
     ]
-    groups = {_group(sort, rank) for sort in sorts for rank in ranks} | {tuple(ranks)}
-    pairs = [(a, b) for a in ranks for b in ranks if a != b]
+    groups = {_group(sort, rank, members) for sort in sorts for rank in members} | {tuple(range(world.size))}
+    pairs = [(a, b) for a in members for b in members if a != b]
     transport = choose_transport(world)(
         world, pairs, sorted(group for group in groups if group), tag=3, own_groups=True
     )
     runs = [list[_Run]() for _ in sorts]
     for _ in range(rounds):
         for index, sort in enumerate(sorts):
-            runs[index] += _time_traffic(transport, world, sort, budget)
+            runs[index] += _time_traffic(transport, world, sort, _group(sort, world.rank, members), budget)
             tick()
     local_means = [_mean_run(sort, case_runs) for sort, case_runs in zip(sorts, runs, strict=True)]
     all_means = list(zip(*transport.all_gather_object(local_means), strict=True))
@@ -112,19 +120,21 @@ def measure_traffic(
     ]
 
 
-def _group(sort: TrafficCase, rank: int) -> tuple[int, ...]:
-    """Return the group of a rank; empty if the rank takes no part."""
-    start = rank // sort.ranks * sort.ranks
-    return tuple(range(start, start + sort.ranks)) if rank < sort.ranks * sort.groups else ()
+def _group(sort: TrafficCase, rank: int, members: Sequence[int]) -> tuple[int, ...]:
+    """Return the group of a rank among the members; empty if the rank takes no part."""
+    position = members.index(rank) if rank in members else len(members)
+    start = position // sort.ranks * sort.ranks
+    return tuple(members[start : start + sort.ranks]) if position < sort.ranks * sort.groups else ()
 
 
 # Wall-clock seconds of a run, and CPU seconds of this process in it.
 _Run = tuple[float, float]
 
 
-def _time_traffic(transport: Transport, world: World, sort: TrafficCase, budget: float) -> list[_Run]:
+def _time_traffic(
+    transport: Transport, world: World, sort: TrafficCase, group: tuple[int, ...], budget: float
+) -> list[_Run]:
     """Time as many runs as the budget allows; ranks without a group wait at the barrier."""
-    group = _group(sort, world.rank)
     run = _make_run(transport, world, sort, group) if group else None
     warm_up_run = max(_time_run(run, world) for _ in range(2))  # warm-up: connections and buffers are made
     # All ranks must do the same number of runs, so the slowest decides.

@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from polylane.errors import PolylaneError
+from polylane.probe.health.facts import WorkerHealth, time_matmul
 from polylane.runtime.workers.launch_environment import Launch
 
 REACH_SECONDS = 5.0  # in which a port of another host must answer
@@ -65,11 +66,12 @@ class Meeting:
         if launch.size > 1:
             self._store = _open_store(launch)
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: Any, seconds: float | None = None) -> list[Any]:
         """Return what every worker has given, by rank; a collective.
 
         Args:
             value: plain data for JSON.
+            seconds: in which all must have given it; None: :data:`MEET_SECONDS`.
 
         Raises:
             PolylaneError: a worker is silent; the message names the ranks.
@@ -78,7 +80,8 @@ class Meeting:
             return [value]
         self._turn += 1
         self._store.set(f"health{self._turn}/{self._launch.rank}", json.dumps(value))
-        deadline, values, silent = time.monotonic() + MEET_SECONDS, list[Any](), list[int]()
+        seconds = MEET_SECONDS if seconds is None else seconds
+        deadline, values, silent = time.monotonic() + seconds, list[Any](), list[int]()
         for rank in range(self._launch.size):
             key = f"health{self._turn}/{rank}"
             try:
@@ -88,8 +91,20 @@ class Meeting:
                 silent.append(rank)
         if silent:
             ranks = ", ".join(map(str, silent))
-            raise PolylaneError(f"of {self._launch.size} workers, these say nothing for {MEET_SECONDS:g} s: {ranks}")
+            raise PolylaneError(f"of {self._launch.size} workers, these say nothing for {seconds:g} s: {ranks}")
         return values
+
+    def measure_speeds(self, facts: Sequence[WorkerHealth]) -> list[WorkerHealth]:
+        """Return the facts with the speed of every worker's device; a collective.
+
+        The workers of a host take turns, since they may share its cores.
+        """
+        seconds = 0.0
+        for turn in range(1 + max(worker.local_rank for worker in facts)):
+            if self._launch.local_rank == turn:
+                seconds = time_matmul(self._launch)
+            all_seconds = self.exchange(seconds)
+        return [replace(worker, matmul_seconds=s) for worker, s in zip(facts, all_seconds, strict=True)]
 
     def measure_pairs(self, addresses: Sequence[str], number: int | None) -> list[PairMeasurement]:
         """Have every host reach all others, and measure the links; a collective.
