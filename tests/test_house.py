@@ -49,11 +49,12 @@ FLOORS = (
     ("integrations", "loggers"),
     ("__init__",),
     ("commands",),
-    ("cli", "cli_groups", "cli_options", "cli_planning", "cli_running"),
+    ("cli", "cli_groups", "cli_launching", "cli_options", "cli_planning", "cli_running"),
     ("__main__",),
 )
 SAME_ROOM = {
     "cli_groups": "cli",
+    "cli_launching": "cli",
     "cli_options": "cli",
     "cli_planning": "cli",
     "cli_running": "cli",

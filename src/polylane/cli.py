@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from polylane import __version__, cli_planning, cli_running
+from polylane import __version__, cli_launching, cli_planning, cli_running
 from polylane import cli_options as options
 from polylane.cli_options import Batch, ClipNorm, Json, Plan, Recipe, Seed, Set, Workers
 from polylane.commands.requests import (
@@ -42,7 +42,7 @@ _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
 # Commands as help lists them: first those that train, then what finds a plan, then what tells of a run.
 ORDER = (
-    *("run", "train", "verify", "plan", "inspect", "simulate", "probe", "doctor"),
+    *("run", "train", "launch", "verify", "plan", "inspect", "simulate", "probe", "doctor"),
     *("report", "why", "advise", "export", "lanes"),
 )
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -215,6 +215,7 @@ def _polylane(
 
 
 cli_running.register(app)
+cli_launching.register(app)
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,35 @@ pytestmark = pytest.mark.slow
 RECIPE = str(Path(__file__).parents[1] / "support/recipes/small_network.py")
 SCRIPT_OF_PREPARE = str(Path(__file__).parents[2] / "examples/tutorial/train.py")
 TRAIN = ["train", RECIPE, "--plan", "data=4", "--batch", "32", "--steps", "12"]
+
+# A training of some seconds, in float64.
+SLOW_RECIPE = """
+import time
+
+import torch
+from torch import nn
+
+class Samples(list):
+    pause = 0.0
+    def __getitem__(self, i):
+        time.sleep(self.pause)
+        return super().__getitem__(i)
+
+def model():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 4)).double()
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+def optimizer(parameters):
+    return torch.optim.AdamW([parameter for _, parameter in parameters], lr=0.01)
+
+def data(split, pause=0.0):
+    x = torch.randn(300, 8, generator=torch.Generator().manual_seed(1)).double()
+    samples = Samples(zip(x, x[:, :4].argmax(1)))
+    samples.pause = pause
+    return samples if split == "train" else None
+"""
 
 
 @pytest.fixture
@@ -89,3 +119,39 @@ def test_a_signal_saves_and_the_next_job_goes_on(slurm: Slurm, tmp_path: Path) -
     words[words.index("100000")] = str(step + 2)
     ended = slurm.run("srun", "-N2", "--ntasks-per-node=2", *words)
     assert ended.returncode == 0 and (folder / "model.safetensors").exists(), ended.stderr
+
+
+def read_losses(folder: Path) -> dict[int, float]:
+    try:
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    except OSError:
+        return {}
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def test_the_printed_job_saves_is_requeued_and_ends_with_the_same_loss(slurm: Slurm, tmp_path: Path) -> None:
+    """What ``polylane launch`` prints, on two nodes: its signal comes before the time is over, and it goes on by itself."""
+    recipe, folder, log, file = (tmp_path / name for name in ("slow.py", "run", "log", "slow.sbatch"))
+    recipe.write_text(SLOW_RECIPE)
+    words = [str(recipe), "--plan", "data=4", "--batch", "32", "--steps", "60"]
+    polylane = [sys.executable, "-m", "polylane"]
+    launch = [*polylane, "launch", *words, "--on", "slurm", "--hosts", "2", "--device", "cpu", "--run", str(folder)]
+    file.write_text(subprocess.run([*launch, "--set", "pause=0.02"], capture_output=True, text=True, check=True).stdout)
+    slurm.environment["PATH"] = f"{Path(sys.executable).parent}:{slurm.environment['PATH']}"
+    assert slurm.run("sbatch", "--test-only", str(file)).returncode == 0
+    submitted = slurm.run("sbatch", "--parsable", f"--output={log}", f"--chdir={tmp_path}", str(file))
+    job = submitted.stdout.strip()
+    try:
+        wait_for(lambda: len(read_losses(folder)) > 3)
+        slurm.run("scancel", "--batch", "--signal=USR1", job)  # as Slurm does before the time is over
+        wait_for(lambda: "restarts=1" in slurm.run("scontrol", "show", "job", job).stdout.lower())
+        assert len(read_losses(folder)) < 60
+        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # a requeued job waits for two minutes
+        wait_for(lambda: not slurm.run("squeue", "-h", "-j", job).stdout.strip())
+    finally:
+        print(log.read_text() if log.exists() else submitted.stderr)
+    assert (folder / "model.safetensors").exists()
+    alone = [*polylane, "train", *words[:1], "--plan", "data=1", *words[3:], "--run", str(tmp_path / "alone")]
+    subprocess.run(alone, check=True, capture_output=True)
+    assert sorted(read_losses(folder)) == list(range(1, 61))
+    assert read_losses(folder) == pytest.approx(read_losses(tmp_path / "alone"), rel=1e-9)

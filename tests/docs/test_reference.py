@@ -95,6 +95,7 @@ RECIPE = next(block.text for block in read_blocks(read_page("plan-keys")) if blo
 JSON_COMMANDS = {
     "train": "mymodel.py --plan data=1 --batch 32 --steps 1 --save-every 1 --audit off --run run",
     "export": "run weights.safetensors",
+    "launch": "mymodel.py --on slurm --hosts 2 --plan data=8 --device gpu",
     "verify": "mymodel.py --plan data=2 --batch 8 --steps 1",
     "inspect": "mymodel.py --plan data=1 --batch 8",
     "plan": "mymodel.py --cluster 1:a100-80g",

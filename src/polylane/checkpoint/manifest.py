@@ -110,6 +110,7 @@ class Manifest(StrictMapping):
         plain: state that is no tensor: options of optimizers, schedulers, counts; as plain JSON.
         files: sizes of the files, in bytes.
         tensors: every tensor by its global name.
+        write_seconds: time from the snapshot to the last of the files; None: of an earlier version.
     """
 
     step: Length
@@ -122,6 +123,7 @@ class Manifest(StrictMapping):
     plain: Any
     files: dict[FileName, Length]
     tensors: dict[str, SavedTensor]
+    write_seconds: float | None = None
 
     @pydantic.model_validator(mode="after")
     def _check_files(self) -> Manifest:

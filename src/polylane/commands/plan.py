@@ -35,7 +35,7 @@ def run(request: PlanRequest) -> None:
     from polylane.planner.memory_reserve import refuse_whole_reserve
 
     method, output = planning.method_of(request), request.output
-    bound = None if request.memory is None else _parse_bytes(request.memory)
+    bound = None if request.memory is None else planning.parse_memory(request.memory)
     cluster = load_or_parse(request.cluster)
     fixed, reserve = planning.fixed_keys(request.plan, request), planning.reserve_of(request)
     if request.workers is not None and request.workers > cluster.count:
@@ -93,15 +93,6 @@ def _describe_communicators(counts: Sequence[int]) -> list[str]:
     numbers = printing.format_extent(counts)
     beginning = f"Communicators of a worker by the first plan, where NCCL connects GPUs: {numbers}"
     return [f"{beginning}; their memory is not in any prediction."]
-
-
-def _parse_bytes(text: str) -> int:
-    from polylane.cluster.figures import figure
-
-    parsed_figure = figure(text)
-    if parsed_figure is None or not parsed_figure[0] > 0 or parsed_figure[1] not in ("size", None):
-        raise PolylaneError(f'--memory takes a size, as in "30 GB", not {text!r}')
-    return int(parsed_figure[0])
 
 
 def _row(ranked_plan: RankedPlan, cluster: Cluster) -> dict[str, Any]:

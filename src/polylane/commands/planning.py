@@ -70,7 +70,7 @@ def capture_for_prediction(
 def _capture(recipe: Recipe, batch: int) -> tuple[TrainingProblem, Graph]:
     """Capture a model without weights; one with weights where values decide what is computed, if it is small enough."""
     example = inputs.example_batch(recipe, inputs.open_data(recipe, "train"), EXAMPLE)
-    problem = inputs.problem_of(recipe, _without_weights(recipe), example, batch)
+    problem = inputs.problem_of(recipe, build_without_weights(recipe), example, batch)
     try:
         graph = problem.capture()
     except PolylaneError:
@@ -112,7 +112,7 @@ def _profile(graph: Graph, cluster: Cluster, path: str) -> Profile:
     return profile
 
 
-def _without_weights(recipe: Recipe) -> Any:
+def build_without_weights(recipe: Recipe) -> Any:
     """Return the model on the meta device, where it takes no memory; with weights where it cannot be built there."""
     import torch
 
@@ -121,6 +121,20 @@ def _without_weights(recipe: Recipe) -> Any:
             return inputs.build_model(recipe, seed=0)
     except PolylaneError:
         return inputs.build_model(recipe, seed=0)
+
+
+def parse_memory(text: str) -> int:
+    """Return the bytes of the option ``--memory``.
+
+    Raises:
+        PolylaneError: it is no size.
+    """
+    from polylane.cluster.figures import figure
+
+    parsed_figure = figure(text)
+    if parsed_figure is None or not parsed_figure[0] > 0 or parsed_figure[1] not in ("size", None):
+        raise PolylaneError(f'--memory takes a size, as in "30 GB", not {text!r}')
+    return int(parsed_figure[0])
 
 
 def tokens_per_sample(problem: TrainingProblem, graph: Graph) -> int:

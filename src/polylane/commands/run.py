@@ -35,7 +35,7 @@ def run(request: RunRequest) -> None:
         PolylaneError: an option, the script's file or the plan is wrong, or the script prepares nothing.
         WorkerFailed: an exception of the script's ended one of the workers.
     """
-    become_agent(request.saving.restarts)
+    become_agent(request.saving.restarts, request.trouble.grace)
     launch = Launch.of_process()
     put_work_first(is_first_of_host())
     request = complete_options(request, launch)
@@ -74,7 +74,7 @@ def run(request: RunRequest) -> None:
             steps = format_plural(0 if end.outcome is None else end.outcome.steps, "step")
             name = signal.Signals(stop.number).name
             say_at_once(f"{name}: ended after {steps}, with a checkpoint: resume with --resume auto")
-        sys.exit(request.trouble.requeue_code)
+        script.leave(request.trouble.requeue_code)
     if end.code:
         sys.exit(end.code)
 

@@ -13,7 +13,6 @@ this host (:class:`.HostTraining`), one that torchrun has started is a worker it
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,7 +47,7 @@ def run(request: TrainRequest) -> None:
         OutOfMemory: a worker asked for memory in vain.
         WorkerFailed: an exception ended one of the workers.
     """
-    become_agent(request.saving.restarts)
+    become_agent(request.saving.restarts, request.trouble.grace)
     launch = Launch.of_process()
     put_work_first(is_first_of_host())  # as the launcher's variables say, which the line before has read
 
@@ -86,7 +85,7 @@ def run(request: TrainRequest) -> None:
     if stop.number == signal.SIGINT:
         raise Stopped(signal.SIGINT, "a checkpoint was saved")
     if ended_early and request.trouble.requeue_code:
-        sys.exit(request.trouble.requeue_code)
+        training.leave(request.trouble.requeue_code)
 
 
 def _complete_options(request: TrainRequest, launch: Launch) -> TrainRequest:

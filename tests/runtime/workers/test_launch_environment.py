@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from polylane.errors import PolylaneError
 from polylane.runtime.workers import launch_environment
@@ -130,6 +135,10 @@ KUBEFLOW = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4", 
         ({**KUBEFLOW, **TORCHRUN}, None),  # a worker of the agent
         ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}, None),
         (SKYPILOT, "--nnodes 2 --node-rank 1 --master-addr 10.0.0.4 --master-port PORT --nproc-per-node 8"),
+        (
+            {**SKYPILOT, "SKYPILOT_NUM_GPUS_PER_NODE": "0", "PET_NPROC_PER_NODE": "2"},
+            "--nnodes 2 --node-rank 1 --master-addr 10.0.0.4 --master-port PORT --nproc-per-node 2",
+        ),  # nodes without GPUs
         ({**SKYPILOT, "SKYPILOT_NUM_NODES": "1"}, None),
     ],
 )
@@ -143,10 +152,37 @@ def test_one_process_on_each_node_becomes_its_agent(
 
 def test_the_agent_runs_the_same_command(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[Any] = []
-    monkeypatch.setattr(os, "execv", lambda _, words: commands.append(words))
+    monkeypatch.setattr("torch.distributed.run.main", commands.append)
     monkeypatch.setattr(sys, "argv", ["polylane", "train", "r.py", "--plan", "data=8"])
-    launch_environment.become_agent(3)
+    launch_environment.become_agent(3, 30.0)
+    assert not commands and not launch_environment.keeps_exit_code()
     environment.update(KUBEFLOW)
-    launch_environment.become_agent(3)
+    with pytest.raises(SystemExit) as leaving:
+        launch_environment.become_agent(3, 30.0)
     (words,) = commands
-    assert " ".join(words[1:]) == ("-m torch.distributed.run --max-restarts 3 -m -- polylane train r.py --plan data=8")
+    told = "--max-restarts 3 --shutdown-timeout 31 -m -- polylane train r.py --plan data=8"
+    assert " ".join(words) == told and leaving.value.code == 0
+    assert launch_environment.keeps_exit_code(), "so do the workers, which have the agent's variables"
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        (ChildFailedError("polylane", {1: ProcessFailure(1, 7, 75, "")}), 75),
+        (ChildFailedError("polylane", {0: ProcessFailure(0, 7, -9, "")}), 137),
+        (SignalException("told", signal.SIGTERM), 143),
+        (RendezvousTimeoutError("nobody came"), 1),
+    ],
+)
+@pytest.mark.parametrize("grace", [30.0, math.inf, math.nan])
+def test_the_agent_ends_with_its_workers_code(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, end: Exception, code: int, grace: float
+) -> None:
+    def fail(words: Any) -> None:
+        raise end
+
+    monkeypatch.setattr("torch.distributed.run.main", fail)
+    environment.update(KUBEFLOW)
+    with pytest.raises(SystemExit) as leaving:
+        launch_environment.become_agent(0, grace)
+    assert leaving.value.code == code

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from polylane.commands.running.finish import describe_kept, end_without_steps
 from polylane.commands.running.reporter import Reporter, watching
@@ -63,6 +63,10 @@ class HostLaunch:
     def handle_signals(self) -> AbstractContextManager[None]:
         """Return a context manager in which signals are this training's."""
         return LauncherSignals(self._stop, self._options.trouble.grace, say_at_once).handled()
+
+    def leave(self, code: int) -> NoReturn:
+        """Leave with an exit code."""
+        sys.exit(code)
 
     @contextmanager
     def explain_end(self) -> Iterator[None]:
@@ -260,6 +264,11 @@ class JoinedTraining:
         outcome = self._worker.train(self._tell)
         self.end_watch()
         return outcome
+
+    def leave(self, code: int) -> NoReturn:
+        """Leave with an exit code, together with the other workers."""
+        self._signals.wait_for_first()
+        sys.exit(code)
 
     def end_watch(self) -> None:
         """Tell the watch that this worker ends as it should, or by an error that all workers raise."""

@@ -11,7 +11,7 @@ from polylane.commands.running.run_folder import RunFolder
 from polylane.errors import PolylaneError
 from polylane.output import say_at_once
 from polylane.runtime.checkpoint.run_control import parse_interval
-from polylane.runtime.workers.launch_environment import Launch
+from polylane.runtime.workers.launch_environment import Launch, keeps_exit_code
 from polylane.runtime.workers.torchrun_worker import identify_launch
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def complete_options(request: R, launch: Launch) -> R:
     inputs.check_positive("--hang-after", trouble.hang_after)
     if not 0 <= trouble.grace <= LONGEST_GRACE:  # also where it is not a number
         raise PolylaneError(f"--grace {trouble.grace:g}: give seconds, from 0 to {LONGEST_GRACE} (a day)")
-    if trouble.requeue_code and launch.launcher == "torchrun":
+    if trouble.requeue_code and launch.launcher == "torchrun" and not keeps_exit_code():
         raise PolylaneError("--requeue-code is not for torchrun: the exit code is torchrun's own")
     if saving.restarts and launch.launcher not in ("", "torchrun"):
         raise PolylaneError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from polylane.cost.memory.allocation_meter import AllocationMeter
-from polylane.graph.graph import Graph
+from polylane.graph.graph import Graph, TensorInfo
 from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.optim.modes import set_mode
 
@@ -80,11 +80,25 @@ def probe_optimizer_state(graph: Graph, factory: Factory, device: str = "cpu") -
         device: device type; on "cuda" torch's own optimizers default to "foreach".
     """
     trained = {name: info for name, info in graph.parameters.items() if info.trainable}
+    return probe_states(trained, factory, device, find_sparse_gradients(graph))
+
+
+def probe_states(
+    trained: Mapping[str, TensorInfo], factory: Factory, device: str = "cpu", sparse: Collection[str] = ()
+) -> OptimizerState:
+    """Probe the user's optimizer for the states of some parameters; see :func:`probe_optimizer_state`.
+
+    Args:
+        trained: forms of the trained parameters, by name.
+        factory: (name, parameter) pairs -> the user's optimizer.
+        device: device type; on "cuda" torch's own optimizers default to "foreach".
+        sparse: names of the parameters whose gradients are sparse.
+    """
     dims = {name: len(info.shape) for name, info in trained.items()}
     dtypes = {name: getattr(torch, info.dtype) for name, info in trained.items()}
     try:
         with torch.random.fork_rng(devices=[]):
-            return _run_optimizer(dims, dtypes, factory, device, find_sparse_gradients(graph))
+            return _run_optimizer(dims, dtypes, factory, device, sparse)
     except Exception:  # it does not run on small parameters: Adam's states are assumed
         return OptimizerState({n: _adam_states(d, dtypes[n].itemsize) for n, d in dims.items()})
 

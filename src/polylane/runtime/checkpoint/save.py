@@ -110,6 +110,7 @@ class _UnderWay:
         plain: every worker's plain state, merged; on rank 0.
         facts: the remaining fields of the manifest.
         folder: the folder without a name yet that all write into.
+        began: when the snapshot was begun, by the process's clock.
         written: this worker's file, once it is on the disk.
         error: why it is not.
         committed: the checkpoint's folder; on rank 0.
@@ -120,6 +121,7 @@ class _UnderWay:
     plain: Mapping[str, Any]
     facts: Mapping[str, Any]
     folder: Path
+    began: float
     written: WrittenShards | None = None
     error: str = ""
     committed: str = ""
@@ -191,7 +193,7 @@ class CheckpointSaver:
         # Rank 0 last: of what several workers say, its values count.
         for answer in reversed(answers):
             plain |= answer[2]
-        self._under_way = _UnderWay(position, tensors, plain, facts, Path(folder))
+        self._under_way = _UnderWay(position, tensors, plain, facts, Path(folder), started)
         try:
             self._writer.start(folder, f"rank-{self._rank:05d}.safetensors", [shards[i] for i in indices])
         except PolylaneError as refused:  # reported at the next advance, to all
@@ -317,6 +319,7 @@ class CheckpointSaver:
             plain=to_json(plain),
             files=files,
             tensors=tensors,
+            write_seconds=time.perf_counter() - checkpoint.began,
             **checkpoint.facts,
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ VARIABLES = (
     *(f"{of}{number}" for of in ("", "LOCAL_", "GROUP_", "ROLE_") for number in ("RANK", "WORLD_SIZE")),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
 )
+# Set for the workers of an agent that polylane itself has become.
+AGENT = "POLYLANE_AGENT"
+MOST_SECONDS = 24 * 3600  # that an agent waits for its workers to end
 # Ports at which workers of other launchers than torchrun meet: below those that systems give out themselves, so many
 # that two jobs of a node hardly ever take the same.
 _FIRST_PORT, _PORTS = 20_000, 12_000
@@ -186,27 +190,53 @@ def node_options(environment: Mapping[str, str]) -> list[str] | None:
     """
     if find_launcher():
         return None
-    if environment.get("PET_NNODES", "1") != "1" or environment.get("PET_NPROC_PER_NODE", "1") != "1":
+    nodes, workers = environment.get("SKYPILOT_NUM_NODES", "1"), environment.get("PET_NPROC_PER_NODE", "1")
+    if environment.get("PET_NNODES", "1") != "1" or (nodes == "1" and workers != "1"):
         return []
-    nodes = environment.get("SKYPILOT_NUM_NODES", "1")
     if nodes == "1":
         return None
     options = ["--nnodes", nodes, "--node-rank", environment["SKYPILOT_NODE_RANK"]]
     options += ["--master-addr", environment["SKYPILOT_NODE_IPS"].split()[0]]
     options += ["--master-port", _choose_port(environment.get("SKYPILOT_TASK_ID", ""))]
-    return [*options, "--nproc-per-node", environment.get("SKYPILOT_NUM_GPUS_PER_NODE", "1")]
+    gpus = environment.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")
+    return [*options, "--nproc-per-node", workers if gpus == "0" else gpus]
 
 
-def become_agent(max_restarts: int) -> None:
+def become_agent(max_restarts: int, grace: float) -> None:
     """Become torchrun's agent of this node, whose workers run this same command; return where there is nothing to be.
+
+    The process ends with the exit code of the first worker that fails, which torchrun itself would not say.
 
     Args:
         max_restarts: how often the agent starts all workers again after one has died.
+        grace: seconds that a stop signal leaves to the workers.
     """
     options = node_options(os.environ)
-    if options is not None:
-        launch = ["torch.distributed.run", *options, "--max-restarts", str(max_restarts)]
-        os.execv(sys.executable, [sys.executable, "-m", *launch, "-m", "--", "polylane", *sys.argv[1:]])
+    if options is None:
+        return
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    os.environ[AGENT] = "1"
+    seconds = int(max(0, min(grace, MOST_SECONDS))) + 1  # also where it is not a number, which the workers refuse
+    options = [*options, "--max-restarts", str(max_restarts), "--shutdown-timeout", str(seconds)]
+    try:
+        main([*options, "-m", "--", "polylane", *sys.argv[1:]])
+    except ChildFailedError as failed:
+        code = failed.get_first_failure()[1].exitcode
+        sys.exit(code if code > 0 else 128 - code)  # of a worker that a signal ended, its number below 0
+    except SignalException as stopped:
+        sys.exit(128 + stopped.sigval)
+    except Exception:  # as torchrun ends: the agents of other nodes are not there
+        traceback.print_exc()
+        sys.exit(1)
+    sys.exit(0)
+
+
+def keeps_exit_code() -> bool:
+    """Return whether the agent that has started this worker ends with the worker's exit code."""
+    return AGENT in os.environ
 
 
 def read_number(name: str, default: int | None = None) -> int:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -136,6 +137,14 @@ class TorchrunWorker:
         if self._store is not None:
             with suppress(RuntimeError):  # the agent and its store are gone
                 self._store.set(f"reported/{self._rank}", "")
+
+    def wait_for_first(self) -> None:
+        """Wait until rank 0 has written its files: an agent ends its workers once one has left with a code but 0."""
+        if self._store is not None:
+            with suppress(RuntimeError):  # the agent and its store are gone, or rank 0 takes too long
+                if self._rank == 0:
+                    self._store.set("finished", "")
+                self._store.wait(["finished"], timedelta(seconds=max(self._grace, LINGER_SECONDS)))
 
     def name_lost_peer(self, seconds: float, loss: str) -> None:
         """Print which worker of this host died without a word, or what was lost; the first worker of a host prints.

@@ -1,0 +1,193 @@
+"""Build a cluster job from the options of ``polylane launch``: every mistake is one sentence."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path, PurePosixPath
+
+from polylane.cluster.catalogue import device_presets
+from polylane.commands import planning
+from polylane.commands import user_inputs as inputs
+from polylane.commands.launching.cluster_job import REQUEUE_CODE, ClusterJob, SavedState, is_gpu
+from polylane.commands.launching.launch_request import LauncherName, LaunchRequest
+from polylane.commands.launching.measure_state import measure_state
+from polylane.errors import PolylaneError, suggest_name
+from polylane.plan.fixed_keys import parse_auto
+
+# Options that some launchers alone take.
+TAKEN: dict[LauncherName, tuple[str, ...]] = {
+    "slurm": ("queue", "time"),
+    "kubernetes": ("image", "volume", "queue"),
+    "jobset": ("image", "volume", "queue"),
+    "skypilot": ("image", "volume"),
+}
+CODE = PurePosixPath("/code")  # where an image has the user's files
+RESTARTS, SAVE_EVERY, STEP_SECONDS = 3, "10m", 30
+MOST_NAME = 40  # letters: a JobSet makes names of pods from it, which have 63 at most
+GPU_CPUS = 8  # cores beside a GPU, for the loader's processes
+WORKER_BYTES = 6 * 2**30  # of a process with torch and a CUDA context
+_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
+
+
+def build_job(request: LaunchRequest) -> ClusterJob:
+    """Return the job that a launcher is to start.
+
+    Raises:
+        PolylaneError: an option, the recipe, the script or the plan is wrong, or they do not go together.
+    """
+    _check_options(request)
+    workers = _count_workers(request)
+    device = _choose_device(request)
+    if request.run_folder is not None and not request.run_folder.name:
+        raise PolylaneError(f"--run {request.run_folder}: give the name of a folder, such as /runs/first")
+    name = _choose_name(request)
+    folder = request.run_folder or Path("runs" if request.launcher == "slurm" else "/runs") / name
+    state = measure_state(request, folder)
+    grace = _choose_grace(request, state)
+    restarts = RESTARTS if request.max_restarts is None else request.max_restarts
+    return ClusterJob(
+        name=name,
+        command=tuple(_list_words(request, folder, workers, grace, restarts)),
+        hosts=request.hosts,
+        workers=workers,
+        device=device,
+        cpus=workers * (request.cpus or (GPU_CPUS if is_gpu(device) else 1)),
+        memory=_choose_memory(request, device, workers, state),
+        state=state,
+        grace=grace,
+        restarts=restarts,
+        requeue_code=request.values.get("requeue_code", REQUEUE_CODE),
+        mount=_choose_mount(request, folder),
+        image=request.image,
+        volume=request.volume or "runs",
+        queue=request.queue,
+        time=request.time,
+    )
+
+
+def _check_options(request: LaunchRequest) -> None:
+    for option in ("image", "volume", "queue", "time"):
+        takers = [launcher for launcher, options in TAKEN.items() if option in options]
+        if getattr(request, option) is not None and request.launcher not in takers:
+            raise PolylaneError(f"--{option} is for --on {' or '.join(takers)}, and not for {request.launcher}")
+    if request.launcher in ("kubernetes", "jobset") and not request.image:
+        raise PolylaneError(
+            f"--on {request.launcher} needs --image, the container's image with Python, torch, polylane and "
+            f"{request.program}"
+        )
+    if request.launcher == "kubernetes" and request.hosts > 1 and request.max_restarts is not None:
+        raise PolylaneError(
+            "--max-restarts: the runtime of a TrainJob says how often pods are restarted: leave it out, or take "
+            "--on jobset"
+        )
+    for option in ("volume", "queue"):
+        value = getattr(request, option)
+        if value is not None and not re.fullmatch(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?", value, re.ASCII):
+            raise PolylaneError(f"--{option} {value!r}: give a name of letters, digits, hyphens and dots")
+    if request.time is not None and not _TIME.fullmatch(request.time):
+        raise PolylaneError(f"--time {request.time!r}: give a time as Slurm reads it, such as 12:00:00 or 2-00:00:00")
+    if "workers" in request.values:
+        raise PolylaneError("--workers: the plan says how many there are: leave it out")
+    if "requeue_code" in request.values and request.launcher == "slurm" and request.hosts > 1:
+        raise PolylaneError("--requeue-code: on several hosts of Slurm the exit code is torchrun's: leave it out")
+    if request.arguments and not request.is_script:
+        raise PolylaneError(f"{request.arguments[0]}: {request.program} is a recipe, which takes --set NAME=VALUE")
+
+
+def _count_workers(request: LaunchRequest) -> int:
+    """Return the number of workers on each host."""
+    if parse_auto(request.plan) is not None:
+        raise PolylaneError(
+            f"--plan {request.plan} says no number of workers: let polylane plan {request.program} --cluster CLUSTER "
+            "-o plan.yaml find a plan, and give that file"
+        )
+    processes, hosts = inputs.read_plan(request.plan).processes, request.hosts
+    if processes % hosts:
+        divisor = max(number for number in range(1, hosts) if processes % number == 0)
+        raise PolylaneError(
+            f"--hosts {hosts}: the plan takes {processes} workers, which so many hosts cannot share equally: take "
+            f"--hosts {divisor}, or another plan"
+        )
+    return processes // hosts
+
+
+def _choose_device(request: LaunchRequest) -> str:
+    name = request.device
+    if name is None:
+        import torch
+
+        name = "gpu" if torch.cuda.is_available() else "cpu"
+    names = ["gpu", *device_presets()]
+    if name not in names:
+        raise PolylaneError(
+            f"--device {name}: there is no such device, known are {', '.join(names)}{suggest_name(name, names)}"
+        )
+    if request.launcher == "skypilot" and name == "gpu":
+        raise PolylaneError("--on skypilot needs the GPU's name: give --device, such as --device h100-80g")
+    return name
+
+
+def _choose_name(request: LaunchRequest) -> str:
+    """Return the job's name: as given, or of the letters of the run's folder or the program."""
+    if request.name is not None:
+        if not _NAME.fullmatch(request.name) or len(request.name) > MOST_NAME:
+            raise PolylaneError(
+                f"--name {request.name!r}: give lower-case letters, digits and hyphens, a letter first, at most "
+                f"{MOST_NAME}, such as my-model"
+            )
+        return request.name
+    program = request.program
+    stem = Path(program).stem if program.endswith(".py") else program.rpartition(".")[2]
+    text = stem if request.run_folder is None else request.run_folder.name
+    label = re.sub(r"[^a-z0-9]+", "-", text.lower())
+    return label.lstrip("-0123456789")[:MOST_NAME].strip("-") or "training"
+
+
+def _choose_grace(request: LaunchRequest, state: SavedState) -> int:
+    """Return whole seconds from a stop signal to the end: for the step under way, and twice the time to save."""
+    if (given := request.values.get("grace")) is None:
+        return math.ceil(STEP_SECONDS + 2 * state.seconds)
+    if not state.seconds < given < math.inf:
+        raise PolylaneError(
+            f"--grace {given:g}: saving a checkpoint takes {state.seconds:.2g} s ({state.source}): give more"
+        )
+    return math.ceil(given)
+
+
+def _choose_memory(request: LaunchRequest, device: str, workers: int, state: SavedState) -> int | None:
+    """Return the bytes that a host needs; None where the activations of CPU workers, which are not known, are in it."""
+    if request.memory is not None:
+        return planning.parse_memory(request.memory)
+    if not is_gpu(device) or state.size is None:
+        return None
+    # What is saved is copied into the host's memory first; so are batches, and what is read of disks.
+    return workers * WORKER_BYTES + 2 * -(-state.size // request.hosts)
+
+
+def _choose_mount(request: LaunchRequest, folder: Path) -> str:
+    """Return the folder that a container has the volume at: the one that the run's folder is in."""
+    if request.launcher == "slurm":
+        return ""
+    parent = CODE / PurePosixPath(folder).parent
+    if parent == CODE or len(parent.parts) < 2 or ".." in parent.parts:
+        raise PolylaneError(f"--run {folder}: name a folder on the volume, such as /runs/{folder.name or 'a'}")
+    return str(parent)
+
+
+def _list_words(request: LaunchRequest, folder: Path, workers: int, grace: int, restarts: int) -> list[str]:
+    """Return the words of the command: those of the user, and what they leave open."""
+    words = ["polylane", "run" if request.is_script else "train", request.program]
+    words += ["--workers", str(workers)] if request.hosts == 1 else []
+    words += ["--plan", request.plan, "--run", str(folder), *request.options]
+    is_slurm = request.launcher == "slurm"
+    defaults = {"save_every": SAVE_EVERY, "resume": "auto", "grace": str(grace)}
+    if not (is_slurm and request.hosts > 1):  # torchrun ends with a code of its own
+        defaults["requeue_code"] = str(REQUEUE_CODE)
+    if is_slurm and request.hosts == 1:
+        defaults["max_restarts"] = str(restarts)
+    for option, value in defaults.items():
+        if option not in request.values:
+            words += [f"--{option.replace('_', '-')}", value]
+    return [*words, *(["--", *request.arguments] if request.arguments else [])]

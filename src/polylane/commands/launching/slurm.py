@@ -1,0 +1,80 @@
+"""Slurm: a batch script that starts torchrun on each node, or on one node polylane itself."""
+
+from __future__ import annotations
+
+import shlex
+
+from polylane.commands.launching.cluster_job import PORT, ClusterJob
+
+WIDTH = 100  # letters of a line of the script's commands
+
+
+def write_script(job: ClusterJob) -> str:
+    """Return the batch script, for ``sbatch``."""
+    options = {
+        "job-name": job.name,
+        "nodes": job.hosts,
+        "ntasks-per-node": 1,
+        "gpus-per-node": job.workers if job.has_gpus else None,
+        "cpus-per-task": job.cpus,
+        "mem": None if job.gibibytes is None else f"{job.gibibytes}G",
+        "time": job.time,
+        "partition": job.queue,
+        "open-mode": "append",
+        "signal": f"{'B:USR1' if job.hosts > 1 else 'TERM'}@{job.end_seconds}",
+    }
+    lines = ["#!/bin/bash", *(f"# {line}" for line in job.describe()), "#SBATCH --requeue"]
+    lines += [f"#SBATCH --{option}={value}" for option, value in options.items() if value is not None]
+    return "\n".join([*lines, "", *(_start_agents(job) if job.hosts > 1 else _start_workers(job))]) + "\n"
+
+
+def _start_workers(job: ClusterJob) -> list[str]:
+    """Return commands of a job on one node: the signal reaches polylane, whose exit code says what to do."""
+    return [
+        *_wrap(["srun", *job.command]),
+        "code=$?",
+        f'[ $code -eq {job.requeue_code} ] && scontrol requeue "$SLURM_JOB_ID"',
+        "exit $code",
+    ]
+
+
+def _start_agents(job: ClusterJob) -> list[str]:
+    """Return commands of a job on several nodes: one agent of torchrun on each, which passes signals on."""
+    agent = f"srun torchrun --nnodes {job.hosts} --nproc-per-node {job.workers} --max-restarts {job.restarts}"
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f'"$head:{PORT}"', "--rdzv-id", '"$SLURM_JOB_ID"']
+    words = [*agent.split(), "--shutdown-timeout", str(job.grace), *meeting]
+    lines = _wrap([*words, "-m", "--", *job.command], quoted_from=len(words))
+    return [
+        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "",
+        "# Before the time is over, Slurm sends USR1 to this script, which sends TERM to the workers.",
+        'stop() { stopped=yes; scancel --signal=TERM "$SLURM_JOB_ID"; }',
+        "trap stop USR1",
+        "",
+        *lines[:-1],
+        f"{lines[-1]} &",
+        "wait $!  # ends early when the trap runs",
+        "wait $!",
+        "code=$?",
+        "# torchrun's code is 0 for a training that was done just then, and 1 for one with a checkpoint.",
+        'if [ -n "$stopped" ] && [ $code -ne 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        "exit $code",
+    ]
+
+
+def _wrap(words: list[str], quoted_from: int = 0) -> list[str]:
+    """Return the lines of a shell's command, each but the last one with a backslash at its end.
+
+    Args:
+        words: the command's words.
+        quoted_from: number of the first word that is quoted; words before are the shell's.
+    """
+    words = words[:quoted_from] + [shlex.quote(word) for word in words[quoted_from:]]
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) < WIDTH - 2:
+            lines[-1] += f" {word}"
+        else:
+            lines[-1] += " \\"
+            lines.append(f"    {word}")
+    return lines

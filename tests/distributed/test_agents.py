@@ -1,0 +1,77 @@
+"""polylane that a launcher has started once on each node: it becomes torchrun's agent, and has its workers' exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.workers import forked_commands
+
+RECIPE = str(Path(__file__).parents[1] / "support/recipes/small_network.py")
+
+
+def start_agents(folder: Path, *words: str) -> list[subprocess.Popen[str]]:
+    """Start polylane as the two pods of a JobSet are, with one worker each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    line = ["train", RECIPE, "--run", str(folder), "--batch", "32", "--save-every", "1h", "--resume", "auto"]
+    meeting = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+    return [
+        forked_commands.start(
+            [sys.executable, "-m", "polylane", *line, "--requeue-code", "75", *words],
+            env={**os.environ, **{name: str(value) for name, value in meeting.items()}, "PET_NODE_RANK": str(rank)},
+            start_new_session=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def wait_for_ends(agents: list[subprocess.Popen[str]]) -> list[int]:
+    """Return the agents' exit codes; what they have printed is a part of the failure that they do not end."""
+    try:
+        printed = [agent.communicate(timeout=90) for agent in agents]
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+    print(*printed, sep="\n")
+    return [agent.returncode for agent in agents]
+
+
+def read_losses(folder: Path) -> dict[int, float]:
+    try:
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    except OSError:
+        return {}
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def test_wrong_input_has_its_code_on_every_node(tmp_path: Path) -> None:
+    assert wait_for_ends(start_agents(tmp_path / "run", "--plan", "data=3")) == [2, 2]
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_node_that_is_stopped_ends_the_other_with_the_code_to_go_on(tmp_path: Path, stopped: int) -> None:
+    """As where one pod is evicted: all workers save, and those that start again go on."""
+    folder = tmp_path / "run"
+    agents = start_agents(folder, "--plan", "data=2", "--steps", "100000")
+    deadline = time.monotonic() + 90
+    while len(read_losses(folder)) < 3:
+        assert time.monotonic() < deadline and all(agent.poll() is None for agent in agents)
+        time.sleep(0.05)
+    agents[stopped].terminate()
+    codes = wait_for_ends(agents)
+    assert codes[1 - stopped] == 75 and codes[stopped] in (75, 143)
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    step = int(checkpoint.name.removeprefix("step-"))
+    assert wait_for_ends(start_agents(folder, "--plan", "data=2", "--steps", str(step + 2))) == [0, 0]
+    assert sorted(read_losses(folder)) == list(range(1, step + 3)) and (folder / "model.safetensors").exists()
