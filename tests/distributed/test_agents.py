@@ -1,4 +1,4 @@
-"""polylane that a launcher has started once on each node: it becomes torchrun's agent, and has its workers' exit code."""
+"""polylane, started once on each node by a launcher: it becomes torchrun's agent, and has its workers' exit code."""
 
 from __future__ import annotations
 
@@ -18,16 +18,36 @@ from tests.support.workers import forked_commands
 RECIPE = str(Path(__file__).parents[1] / "support/recipes/small_network.py")
 
 
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import polylane
+
+torch.manual_seed(0)
+model, x = nn.Linear(8, 1), torch.randn(64, 8)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(x, x.sum(dim=1)), batch_size=16, shuffle=True)
+model, optimizer, loader = polylane.prepare(model, optimizer, loader)
+for epoch in polylane.epochs(range(EPOCHS)):
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs).squeeze(1), targets).backward()
+        optimizer.step()
+"""
+
+
 def start_agents(folder: Path, *words: str) -> list[subprocess.Popen[str]]:
     """Start polylane as the two pods of a JobSet are, with one worker each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    line = ["train", RECIPE, "--run", str(folder), "--batch", "32", "--save-every", "1h", "--resume", "auto"]
+    line = [*words[:2], "--run", str(folder), "--save-every", "1h", "--resume", "auto", "--requeue-code", "75"]
     meeting = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
     return [
         forked_commands.start(
-            [sys.executable, "-m", "polylane", *line, "--requeue-code", "75", *words],
+            [sys.executable, "-m", "polylane", *line, "--plan", "data=2", *words[2:]],
             env={**os.environ, **{name: str(value) for name, value in meeting.items()}, "PET_NODE_RANK": str(rank)},
             start_new_session=True,
         )
@@ -56,22 +76,36 @@ def read_losses(folder: Path) -> dict[int, float]:
 
 
 def test_wrong_input_has_its_code_on_every_node(tmp_path: Path) -> None:
-    assert wait_for_ends(start_agents(tmp_path / "run", "--plan", "data=3")) == [2, 2]
+    assert wait_for_ends(start_agents(tmp_path / "run", "train", RECIPE, "--set", "depth=1")) == [2, 2]
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_node_that_is_stopped_ends_the_other_with_the_code_to_go_on(tmp_path: Path, stopped: int) -> None:
-    """As where one pod is evicted: all workers save, and those that start again go on."""
-    folder = tmp_path / "run"
-    agents = start_agents(folder, "--plan", "data=2", "--steps", "100000")
+def stop_one(agents: list[subprocess.Popen[str]], stopped: int, folder: Path) -> None:
+    """Stop one of the agents once the training is under way; the other one's code says that it is to go on."""
     deadline = time.monotonic() + 90
     while len(read_losses(folder)) < 3:
         assert time.monotonic() < deadline and all(agent.poll() is None for agent in agents)
         time.sleep(0.05)
     agents[stopped].terminate()
     codes = wait_for_ends(agents)
-    assert codes[1 - stopped] == 75 and codes[stopped] in (75, 143)
+    assert codes[1 - stopped] == 75 and codes[stopped] == 143
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_node_that_is_stopped_ends_the_other_with_the_code_to_go_on(tmp_path: Path, stopped: int) -> None:
+    """As where one pod is evicted: all workers save, and those that start again go on."""
+    folder = tmp_path / "run"
+    stop_one(start_agents(folder, "train", RECIPE, "--batch", "32", "--steps", "100000"), stopped, folder)
     (checkpoint,) = (folder / "checkpoints").iterdir()
     step = int(checkpoint.name.removeprefix("step-"))
-    assert wait_for_ends(start_agents(folder, "--plan", "data=2", "--steps", str(step + 2))) == [0, 0]
+    assert wait_for_ends(start_agents(folder, "train", RECIPE, "--batch", "32", "--steps", str(step + 2))) == [0, 0]
     assert sorted(read_losses(folder)) == list(range(1, step + 3)) and (folder / "model.safetensors").exists()
+
+
+def test_scripts_that_one_node_is_stopped_of(tmp_path: Path) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(SCRIPT.replace("EPOCHS", "100000"))
+    stop_one(start_agents(folder, "run", str(script)), 1, folder)
+    epochs = max(read_losses(folder)) // 4 + 2
+    script.write_text(SCRIPT.replace("EPOCHS", str(epochs)))
+    assert wait_for_ends(start_agents(folder, "run", str(script))) == [0, 0]
+    assert sorted(read_losses(folder)) == list(range(1, 4 * epochs + 1))

@@ -130,7 +130,7 @@ def read_losses(folder: Path) -> dict[int, float]:
 
 
 def test_the_printed_job_saves_is_requeued_and_ends_with_the_same_loss(slurm: Slurm, tmp_path: Path) -> None:
-    """What ``polylane launch`` prints, on two nodes: its signal comes before the time is over, and it goes on by itself."""
+    """What ``polylane launch`` prints, on two nodes, with the signal that comes before the time is over."""
     recipe, folder, log, file = (tmp_path / name for name in ("slow.py", "run", "log", "slow.sbatch"))
     recipe.write_text(SLOW_RECIPE)
     words = [str(recipe), "--plan", "data=4", "--batch", "32", "--steps", "60"]

@@ -14,19 +14,26 @@ from polylane.commands.launching.cluster_job import PORT, WRONG_INPUT, ClusterJo
 
 CONTAINER = "node"  # the name that Kubeflow's runtimes have for the job and for the container of a training
 RUNTIME = "torch-distributed"  # comes with Kubeflow Trainer
+SHORT = 72  # letters of a part of a manifest that is written in one line
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 
-class _Words(list[str]):
-    """A list that is written in one line, as a command's words are read."""
-
-
 class _Dumper(yaml.SafeDumper):
+    """Writes what is short in one line, and the words of a command as one list."""
+
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> Any:
+        is_words = all(isinstance(item, str) for item in sequence)
+        return super().represent_sequence(tag, sequence, is_words or _is_short(sequence))
 
-_Dumper.add_representer(_Words, lambda dumper, words: dumper.represent_sequence("tag:yaml.org,2002:seq", words, True))
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> Any:
+        return super().represent_mapping(tag, mapping, _is_short(mapping))
+
+
+def _is_short(data: Any) -> bool:
+    return len(str(data)) <= SHORT
 
 
 def dump_manifest(data: dict[str, Any], notes: list[str]) -> str:
@@ -133,7 +140,7 @@ def _build_job_spec(job: ClusterJob, environment: dict[str, Any]) -> dict[str, A
 
 def _build_container(job: ClusterJob) -> dict[str, Any]:
     # A list of words and no shell: SIGTERM comes to polylane. Kubernetes would expand $(NAME).
-    words = _Words(word.replace("$(", "$$(") for word in job.command)
+    words = [word.replace("$(", "$$(") for word in job.command]
     requests: dict[str, Any] = {"cpu": job.cpus}
     if job.gibibytes is not None:
         requests["memory"] = f"{job.gibibytes}Gi"

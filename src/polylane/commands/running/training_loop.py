@@ -330,7 +330,7 @@ def _open_control(
         request.checkpoints,
         parse_interval(request.saving.save_every),
         request.saving.keep,
-        stop.is_set,
+        stop,
         warn if request.trouble.on_disk_error == "warn" else None,
         describe,
     )

@@ -25,6 +25,7 @@ from polylane.runtime.checkpoint.save_attempts import SaveAttempts
 if TYPE_CHECKING:
     from polylane.runtime.checkpoint.save import CheckpointSaver
     from polylane.runtime.job import Job
+    from polylane.runtime.workers.stop_request import StopRequest
 
 T = TypeVar("T")
 
@@ -96,7 +97,7 @@ class RunControl:
         folder: folder of the run's checkpoints.
         interval: when checkpoints are saved.
         keep: number of newest checkpoints that are kept.
-        is_asked_to_stop: returns whether a signal asks this worker to end the training.
+        stop: this worker's stop request; one that another worker has, it has from then on as well.
         warn: called with a sentence when a checkpoint could not be saved, and the training goes on; None: that is an
             error.
         run: returns facts about the run that a resumed one needs; None where nobody should go on from this step.
@@ -111,18 +112,19 @@ class RunControl:
         folder: Path,
         interval: SaveInterval,
         keep: int,
-        is_asked_to_stop: Callable[[], bool],
+        stop: StopRequest,
         warn: Callable[[str], None] | None,
         run: Callable[[], Mapping[str, Any] | None],
     ) -> None:
-        self._job, self._interval, self._is_asked_to_stop = job, interval, is_asked_to_stop
+        self._job, self._interval, self._stop = job, interval, stop
         self._run = run
         self._saver: CheckpointSaver = job.open_saver(folder, keep)
         self._attempts = SaveAttempts(folder, self._saver, warn)
         self._pause = AGREE_APART_SECONDS if job.apart else AGREE_SECONDS
         self._workers = job.plan.processes
         self._saves, self._saved_step = 0, job.position.step
-        self._saved_at = self._agreed_at = time.monotonic()
+        self._saved_at = time.monotonic()
+        self._agreed_at = -math.inf  # how long a step takes is known at the second time: a script's first one is over
         self._agreed_step = job.position.step
         self._next = self._agreed_step + 1
         self.is_over = False
@@ -149,9 +151,9 @@ class RunControl:
         now = time.monotonic()
         seconds = (now - self._agreed_at) / max(step - self._agreed_step, 1)
         # All take rank 0's times. The slowest worker's steps would be as good: they are the same steps.
-        answer = (self._is_asked_to_stop(), self._is_due(step, now), max(1, round(self._pause / max(seconds, 1e-6))))
+        answer = (self._stop.number, self._is_due(step, now), max(1, round(self._pause / max(seconds, 1e-6))))
         answers = self._advance(answer)
-        self.is_over = any(stops for stops, _, _ in answers)
+        self.is_over = self._agree_on_end(number for number, _, _ in answers)
         _, is_due, steps = answers[0]
         if is_due or self.is_over:
             self.save(wait=self.is_over)
@@ -180,11 +182,21 @@ class RunControl:
             if number < due:
                 continue
             seconds = (time.monotonic() - agreed_at) / (number - agreed)
-            answers = self._advance((self._is_asked_to_stop(), max(1, round(self._pause / max(seconds, 1e-6)))))
-            self.is_over = any(stops for stops, _ in answers)
+            answers = self._advance((self._stop.number, max(1, round(self._pause / max(seconds, 1e-6)))))
+            self.is_over = self._agree_on_end(number for number, _ in answers)
             if self.is_over:
                 return
             agreed_at, agreed, due = time.monotonic(), number, number + answers[0][1]
+
+    def _agree_on_end(self, numbers: Iterable[int]) -> bool:
+        """Return whether a signal has asked any worker to end; launchers of other hosts may not have asked this one.
+
+        Args:
+            numbers: number of every worker's signal, 0 for none.
+        """
+        if number := max(numbers):
+            self._stop.number = self._stop.number or number
+        return number != 0
 
     def _advance(self, answer: Any) -> list[Any]:
         """Return what every worker says, by rank, while the checkpoint that is being written goes on."""

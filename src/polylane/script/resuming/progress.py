@@ -165,8 +165,8 @@ class ScriptProgress:
                 self._record_position(batches)
                 assert self._control is not None
                 if self._control.agree():
-                    number = self._loop.world.stop.number if self._loop is not None else 0
-                    raise SystemExit(128 + (number or 0))
+                    assert self._loop is not None
+                    raise SystemExit(128 + self._loop.world.stop.number)
 
     def reach_end(self, batches: LoaderPass) -> None:
         """Save the end of a script's only pass through its data."""
@@ -205,10 +205,8 @@ class ScriptProgress:
         job = self._loop.runner.job
         if self._control is None and job is not None and self._folder is not None and self._save_every is not None:
             warn = _warn_of(job.world.rank) if self._continues_on_disk_error else None
-            stop = job.world.stop.is_set
-            self._control = RunControl(
-                job, self._folder, parse_interval(self._save_every), self._keep, stop, warn, dict
-            )
+            interval = parse_interval(self._save_every)
+            self._control = RunControl(job, self._folder, interval, self._keep, job.world.stop, warn, dict)
             self._loop.runner.role.describe_script = self.describe
         return self._control
 
