@@ -19,7 +19,7 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what is short in one line, and the words of a command as one list."""
+    """Writes what is short in one line, the words of a command as one list, and lines of a shell as they are."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -30,6 +30,9 @@ class _Dumper(yaml.SafeDumper):
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> Any:
         return super().represent_mapping(tag, mapping, _is_short(mapping))
+
+    def represent_scalar(self, tag: str, value: Any, style: str | None = None) -> Any:
+        return super().represent_scalar(tag, value, "|" if "\n" in str(value) else style)
 
 
 def _is_short(data: Any) -> bool:

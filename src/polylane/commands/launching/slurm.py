@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 
 from polylane.commands.launching.cluster_job import PORT, ClusterJob
@@ -31,7 +32,7 @@ def write_script(job: ClusterJob) -> str:
 def _start_workers(job: ClusterJob) -> list[str]:
     """Return commands of a job on one node: the signal reaches polylane, whose exit code says what to do."""
     return [
-        *_wrap(["srun", *job.command]),
+        *_wrap("srun", *map(shlex.quote, job.command)),
         "code=$?",
         f'[ $code -eq {job.requeue_code} ] && scontrol requeue "$SLURM_JOB_ID"',
         "exit $code",
@@ -40,10 +41,9 @@ def _start_workers(job: ClusterJob) -> list[str]:
 
 def _start_agents(job: ClusterJob) -> list[str]:
     """Return commands of a job on several nodes: one agent of torchrun on each, which passes signals on."""
-    agent = f"srun torchrun --nnodes {job.hosts} --nproc-per-node {job.workers} --max-restarts {job.restarts}"
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f'"$head:{PORT}"', "--rdzv-id", '"$SLURM_JOB_ID"']
-    words = [*agent.split(), "--shutdown-timeout", str(job.grace), *meeting]
-    lines = _wrap([*words, "-m", "--", *job.command], quoted_from=len(words))
+    workers = f"--nnodes {job.hosts} --nproc-per-node {job.workers} --max-restarts {job.restarts}"
+    meeting = f'--rdzv-backend c10d --rdzv-endpoint "$head:{PORT}" --rdzv-id "$SLURM_JOB_ID"'
+    command = _wrap("    -m", "--", *map(shlex.quote, job.command))
     return [
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "",
@@ -51,8 +51,10 @@ def _start_agents(job: ClusterJob) -> list[str]:
         'stop() { stopped=yes; scancel --signal=TERM "$SLURM_JOB_ID"; }',
         "trap stop USR1",
         "",
-        *lines[:-1],
-        f"{lines[-1]} &",
+        f"srun torchrun {workers} --shutdown-timeout {job.grace} \\",
+        f"    {meeting} \\",
+        *command[:-1],
+        f"{command[-1]} &",
         "wait $!  # ends early when the trap runs",
         "wait $!",
         "code=$?",
@@ -62,19 +64,19 @@ def _start_agents(job: ClusterJob) -> list[str]:
     ]
 
 
-def _wrap(words: list[str], quoted_from: int = 0) -> list[str]:
-    """Return the lines of a shell's command, each but the last one with a backslash at its end.
-
-    Args:
-        words: the command's words.
-        quoted_from: number of the first word that is quoted; words before are the shell's.
-    """
-    words = words[:quoted_from] + [shlex.quote(word) for word in words[quoted_from:]]
-    lines = [words[0]]
-    for word in words[1:]:
-        if len(lines[-1]) + len(word) < WIDTH - 2:
-            lines[-1] += f" {word}"
+def _wrap(*words: str) -> list[str]:
+    """Return the lines of a shell's command, each but the last one with a backslash at its end."""
+    parts = [words[0]]  # an option with its value
+    for before, word in itertools.pairwise(words):
+        if before.startswith("--") and not word.startswith("-"):
+            parts[-1] += f" {word}"
+        else:
+            parts.append(word)
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) < WIDTH - 2:
+            lines[-1] += f" {part}"
         else:
             lines[-1] += " \\"
-            lines.append(f"    {word}")
+            lines.append(f"    {part}")
     return lines
