@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from polylane.cluster.catalogue import device_presets
 from polylane.commands import planning
 from polylane.commands import user_inputs as inputs
-from polylane.commands.launching.cluster_job import REQUEUE_CODE, ClusterJob, SavedState, is_gpu
+from polylane.commands.launching.cluster_job import REQUEUE_CODE, CheckpointCost, ClusterJob, is_gpu
 from polylane.commands.launching.launch_request import LauncherName, LaunchRequest
 from polylane.commands.launching.measure_state import measure_state
 from polylane.errors import PolylaneError, suggest_name
@@ -145,18 +145,19 @@ def _choose_name(request: LaunchRequest) -> str:
     return label.lstrip("-0123456789")[:MOST_NAME].strip("-") or "training"
 
 
-def _choose_grace(request: LaunchRequest, state: SavedState) -> int:
+def _choose_grace(request: LaunchRequest, state: CheckpointCost) -> int:
     """Return whole seconds from a stop signal to the end: for the step under way, and twice the time to save."""
-    if (given := request.values.get("grace")) is None:
+    if "grace" not in request.values:
         return math.ceil(STEP_SECONDS + 2 * state.seconds)
-    if not state.seconds < given < math.inf:
+    grace = float(request.values["grace"])
+    if not state.seconds < grace < math.inf:
         raise PolylaneError(
-            f"--grace {given:g}: saving a checkpoint takes {state.seconds:.2g} s ({state.source}): give more"
+            f"--grace {grace:g}: saving a checkpoint takes {state.seconds:.2g} s ({state.source}): give more"
         )
-    return math.ceil(given)
+    return math.ceil(grace)
 
 
-def _choose_memory(request: LaunchRequest, device: str, workers: int, state: SavedState) -> int | None:
+def _choose_memory(request: LaunchRequest, device: str, workers: int, state: CheckpointCost) -> int | None:
     """Return the bytes that a host needs; None where the activations of CPU workers, which are not known, are in it."""
     if request.memory is not None:
         return planning.parse_memory(request.memory)

@@ -16,7 +16,7 @@ END_SECONDS = 30  # from the end of --grace to the launcher's own: for the last 
 
 
 @dataclass(frozen=True)
-class SavedState:
+class CheckpointCost:
     """What a checkpoint of the training has.
 
     Attributes:
@@ -37,7 +37,7 @@ class ClusterJob:
     Attributes:
         name: a DNS label, short enough for the names that launchers make of it.
         command: words of the command that trains, without what starts it on each host.
-        hosts: number of hosts.
+        hosts: number of hosts, all alike.
         workers: number of workers on each host.
         device: "cpu", "gpu" or a device preset.
         cpus: CPU cores of a host.
@@ -47,7 +47,7 @@ class ClusterJob:
         restarts: times that the job is restarted after a worker has died.
         requeue_code: exit code of a run that a signal ended after a checkpoint.
         mount: folder at which a container has the volume.
-        image, volume, queue, time: see :class:`.LaunchRequest`.
+        image, volume, queue, time: options of these names, as :class:`.LaunchRequest` has them.
     """
 
     name: str
@@ -57,7 +57,7 @@ class ClusterJob:
     device: str
     cpus: int
     memory: int | None
-    state: SavedState
+    state: CheckpointCost
     grace: int
     restarts: int
     requeue_code: int = REQUEUE_CODE

@@ -109,7 +109,7 @@ def _build_job_spec(job: ClusterJob, environment: dict[str, Any]) -> dict[str, A
     """Return the fields of a Job that say what its pods are, and what follows from their exit codes.
 
     Args:
-        job: the training.
+        job: the training, and how many pods it has.
         environment: variables of the container: a value, or where the pod has it.
     """
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from polylane.commands import planning
 from polylane.commands import user_inputs as inputs
-from polylane.commands.launching.cluster_job import SavedState
+from polylane.commands.launching.cluster_job import CheckpointCost
 from polylane.commands.requests import RecipeRequest
 from polylane.commands.run import check_script
 from polylane.commands.running.resume import FOLDER
@@ -20,7 +20,7 @@ DISK_RATE = 200e6  # bytes/s that all workers together write to a shared disk, w
 SCRIPT_SECONDS = 60.0  # to save the state of a script, which is known once it runs
 
 
-def measure_state(request: LaunchRequest, folder: Path) -> SavedState:
+def measure_state(request: LaunchRequest, folder: Path) -> CheckpointCost:
     """Return what a checkpoint has: of the run's folder, if one is there; else of the recipe's model and optimizer.
 
     Args:
@@ -43,12 +43,12 @@ def measure_state(request: LaunchRequest, folder: Path) -> SavedState:
         manifest = read_manifest(checkpoint)
         size, seconds = sum(manifest.files.values()), manifest.write_seconds
         if seconds is not None:
-            return SavedState(size, seconds, f"as step {step} of this run took")
+            return CheckpointCost(size, seconds, f"as step {step} of this run took")
     elif request.is_script:
-        return SavedState(None, SCRIPT_SECONDS, "assumed: a script's state is known once it runs")
+        return CheckpointCost(None, SCRIPT_SECONDS, "assumed: a script's state is known once it runs")
     else:
         size = count_state_bytes(recipe)
-    return SavedState(size, size / DISK_RATE, f"at {DISK_RATE / 1e6:.0f} MB/s, which is assumed")
+    return CheckpointCost(size, size / DISK_RATE, f"at {DISK_RATE / 1e6:.0f} MB/s, which is assumed")
 
 
 def count_state_bytes(recipe: Recipe) -> int:
@@ -69,4 +69,5 @@ def count_state_bytes(recipe: Recipe) -> int:
     }
     states = probe_states({n: form for n, form in forms.items() if form.trainable}, JoinedFactory(recipe.optimizer))
     size = sum(form.bytes + states.bytes(name, form.shape) for name, form in forms.items())
-    return size + sum(buffer.nbytes for buffer in model.buffers())
+    buffers: int = sum(buffer.nbytes for buffer in model.buffers())
+    return size + buffers

@@ -67,8 +67,8 @@ def _start_agents(job: ClusterJob) -> list[str]:
 def _wrap(*words: str) -> list[str]:
     """Return the lines of a shell's command, each but the last one with a backslash at its end."""
     parts = [words[0]]  # an option with its value
-    for before, word in itertools.pairwise(words):
-        if before.startswith("--") and not word.startswith("-"):
+    for option, word in itertools.pairwise(words):
+        if option.startswith("--") and not word.startswith("-"):
             parts[-1] += f" {word}"
         else:
             parts.append(word)
