@@ -44,3 +44,17 @@ def test_numbers_of_16_bits_are_normalized_in_32_and_stay_16(dtype: torch.dtype,
     rounding = torch.finfo(dtype).eps
     for expected, seen in zip(*numbers, strict=True):
         torch.testing.assert_close(seen.double(), expected, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4), (2, 3, 0), (0, 3, 2, 2)])
+def test_a_replica_without_values_takes_part_and_counts_for_nothing(shape: tuple[int, ...]) -> None:
+    """torch's own kernels refuse such tensors, or divide by their number of values."""
+    others = torch.tensor([3.0, 0.0, -2.0, 5.0, 2.0, 4.0, 2.0], dtype=torch.float64)  # sums, of squares, and the count
+    part = SampleSlice(0, batch=2, sum_replicas=lambda sums: sums.add_(others[: sums.numel()].view_as(sums)))
+    x = torch.zeros(shape, requires_grad=True)
+    weight, moved = torch.ones(3, requires_grad=True), (torch.zeros(3), torch.ones(3))
+    result = batch_norm(part, x, weight, torch.zeros(3), *moved, True, 0.5, 1e-5, False)
+    result.sum().backward()
+    assert result.shape == shape and x.grad is not None and x.grad.shape == shape
+    assert weight.grad is not None and not weight.grad.any()
+    torch.testing.assert_close(moved[0], torch.tensor([0.75, 0.0, -0.5]))  # half of the others' means

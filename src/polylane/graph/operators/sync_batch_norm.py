@@ -39,9 +39,9 @@ class SyncStatistics(torch.autograd.Function):
         count = x.numel() // max(channels, 1)
         # In float64, because the variance is a difference of large numbers: mean of squares minus squared mean.
         sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
-        # Weight 0: padding samples take part in the collective, and count for nothing.
+        # Padding samples (weight 0), and a replica without values, take part in the collective and count for nothing.
         moments = None
-        if part.weight:
+        if part.weight and count:
             moments = [moment.double() for moment in _moments(x)]
             sums[:channels] = moments[0] * count
             sums[channels:-1] = (moments[1] + moments[0] * moments[0]) * count
@@ -67,13 +67,7 @@ class SyncStatistics(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         input_values, weight, mean, variance = ctx.saved_tensors
         grad, x, part = grads[0].to(mean.dtype), input_values.to(mean.dtype), ctx.part
-        # The gradients of weight and bias are the sums that the gradient of x needs: of the gradient times the
-        # normalized values, and of the gradient.
-        output_mask = [False, True, True]
-        _, *own_sums = torch.ops.aten.native_batch_norm_backward(
-            grad, x, None, mean, variance, None, None, False, ctx.eps, output_mask
-        )
-        own = torch.stack(own_sums)
+        own = _sum_gradients(grad, x, mean, variance, ctx.eps)
         sums = own.to(torch.float64, copy=True)  # ``own`` stays this replica's: parameters' gradients are summed later
         part.sum_replicas(sums)
         means = (sums / ctx.total).to(grad.dtype)
@@ -88,12 +82,27 @@ class SyncStatistics(torch.autograd.Function):
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and the biased variance of each channel."""
-    if type(x) is Tensor and x.device.type in ("cpu", "cuda"):
+    if type(x) is Tensor and x.dtype is torch.float32 and x.device.type in ("cpu", "cuda"):
         # The kernel of torch's own normalization: on a CPU four times as fast as a reduction over several dimensions.
+        # It adds in float64 there; what is in float64 itself it adds one after the other, which loses digits.
         mean, variance = torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)
-    else:  # it has no version for tensors without data
+    else:  # float64; and tensors without data, for which that kernel has no version
         variance, mean = torch.var_mean(x, [d for d in range(x.dim()) if d != 1], correction=0)
     return mean, variance
+
+
+def _sum_gradients(grad: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    """Return the sums by channel of the gradient times the normalized values, and of the gradient.
+
+    They are the gradients of weight and bias, and what the gradient of x needs.
+    """
+    if x.numel() == 0:  # torch's kernel divides by the number of values
+        return mean.new_zeros(2, len(mean))
+    output_mask = [False, True, True]
+    _, *sums = torch.ops.aten.native_batch_norm_backward(
+        grad, x, None, mean, variance, None, None, False, eps, output_mask
+    )
+    return torch.stack(sums)
 
 
 def _normalize(
