@@ -15,12 +15,13 @@ from tests.support.hosts import STORE_ADDRESS, Hosts, Namespaces, host_names, st
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
 START_SECONDS = 90.0
+REQUEUE_SECONDS = 15  # that a requeued job waits: as long as a credential holds, else two minutes
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=middle({controller})
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+AuthInfo=socket={folder}/munge/socket,cred_expire={requeue_seconds}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -78,7 +79,9 @@ def running_slurm(hosts: Hosts, folder: Path) -> Iterator[Slurm]:
         f"NodeName={name} NodeAddr={store_address(number)} CPUs=2 RealMemory=1000"
         for number, name in enumerate(names, 1)
     )
-    file.write_text(CONFIGURATION.format(controller=STORE_ADDRESS, folder=folder, nodes=nodes))
+    file.write_text(
+        CONFIGURATION.format(controller=STORE_ADDRESS, folder=folder, nodes=nodes, requeue_seconds=REQUEUE_SECONDS)
+    )
     # Names of hosts are known to all on them, as in a cluster: what nodes run sees this file in place of the machine's.
     known_hosts = folder / "hosts"
     known_hosts.write_text(

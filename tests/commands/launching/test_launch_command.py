@@ -286,21 +286,22 @@ def test_a_job_on_several_nodes_that_ends_by_itself_is_not_requeued(code: int, f
 # ---- what a checkpoint has -------------------------------------------------------------------------------------------
 
 
-def test_the_time_to_save_is_that_of_the_run_s_checkpoint(folder: Path) -> None:
+@pytest.mark.parametrize("plan", ["data=2", "data=2,every=2", "pipeline=2", "data=2,shard=parameters"])
+def test_the_time_to_save_is_that_of_the_run_s_checkpoint(plan: str, folder: Path) -> None:
     """And the state that is predicted from the recipe is the one that is saved."""
-    predicted = launch("slurm", "--plan", "data=2", "--run", "run/a").facts
-    execute(folder, "train tiny.py --plan data=2 --run run/a --steps 2 --batch 4 --save-every 1")
+    predicted = launch("slurm", "--plan", plan, "--run", "run/a").facts
+    execute(folder, f"train tiny.py --plan {plan} --run run/a --steps 2 --batch 4 --save-every 1")
     checkpoint = sorted((folder / "run/a/checkpoints").iterdir())[-1]
     manifest = read_manifest(checkpoint)
     size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-    measured = launch("slurm", "--plan", "data=2", "--run", "run/a")
+    measured = launch("slurm", "--plan", plan, "--run", "run/a")
     assert measured.facts["state_bytes"] == size and "as step 2 of this run took" in measured.text
     assert 0 < measured.facts["save_seconds"] < 60
     tensors = {name: math.prod(t.shape) * ITEM_BYTES[t.dtype] for name, t in manifest.tensors.items()}
     saved = [number for name, number in tensors.items() if name.startswith(("model/", "optimizer/"))]
     assert predicted["state_bytes"] == sum(saved)  # the rest are states of random generators, and names
     (checkpoint / "manifest.json").write_text(format_manifest(manifest.model_copy(update={"write_seconds": None})))
-    earlier = launch("slurm", "--plan", "data=2", "--run", "run/a")  # as of a version that did not measure it
+    earlier = launch("slurm", "--plan", plan, "--run", "run/a")  # as of a version that did not measure it
     assert earlier.facts["save_seconds"] == size / 200e6
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from polylane.cluster.catalogue import device_presets
 from polylane.commands import planning
@@ -14,6 +15,9 @@ from polylane.commands.launching.launch_request import LauncherName, LaunchReque
 from polylane.commands.launching.measure_state import measure_state
 from polylane.errors import PolylaneError, suggest_name
 from polylane.plan.fixed_keys import parse_auto
+
+if TYPE_CHECKING:
+    from polylane.plan.plan import AnyPlan
 
 # Options that some launchers alone take.
 TAKEN: dict[LauncherName, tuple[str, ...]] = {
@@ -38,13 +42,14 @@ def build_job(request: LaunchRequest) -> ClusterJob:
         PolylaneError: an option, the recipe, the script or the plan is wrong, or they do not go together.
     """
     _check_options(request)
-    workers = _count_workers(request)
+    plan = _read_plan(request)
+    workers = plan.processes // request.hosts
     device = _choose_device(request)
     if request.run_folder is not None and not request.run_folder.name:
         raise PolylaneError(f"--run {request.run_folder}: give the name of a folder, such as /runs/first")
     name = _choose_name(request)
     folder = request.run_folder or Path("runs" if request.launcher == "slurm" else "/runs") / name
-    state = measure_state(request, folder)
+    state = measure_state(request, folder, plan.data if plan.sync.every > 1 else 1)
     grace = _choose_grace(request, state)
     restarts = RESTARTS if request.max_restarts is None else request.max_restarts
     return ClusterJob(
@@ -96,21 +101,21 @@ def _check_options(request: LaunchRequest) -> None:
         raise PolylaneError(f"{request.arguments[0]}: {request.program} is a recipe, which takes --set NAME=VALUE")
 
 
-def _count_workers(request: LaunchRequest) -> int:
-    """Return the number of workers on each host."""
+def _read_plan(request: LaunchRequest) -> AnyPlan:
+    """Return the plan, whose workers the hosts share equally."""
     if parse_auto(request.plan) is not None:
         raise PolylaneError(
             f"--plan {request.plan} says no number of workers: let polylane plan {request.program} --cluster CLUSTER "
             "-o plan.yaml find a plan, and give that file"
         )
-    processes, hosts = inputs.read_plan(request.plan).processes, request.hosts
-    if processes % hosts:
-        divisor = max(number for number in range(1, hosts) if processes % number == 0)
+    plan, hosts = inputs.read_plan(request.plan), request.hosts
+    if plan.processes % hosts:
+        divisor = max(number for number in range(1, hosts) if plan.processes % number == 0)
         raise PolylaneError(
-            f"--hosts {hosts}: the plan takes {processes} workers, which so many hosts cannot share equally: take "
+            f"--hosts {hosts}: the plan takes {plan.processes} workers, which so many hosts cannot share equally: take "
             f"--hosts {divisor}, or another plan"
         )
-    return processes // hosts
+    return plan
 
 
 def _choose_device(request: LaunchRequest) -> str:

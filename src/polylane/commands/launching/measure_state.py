@@ -20,12 +20,13 @@ DISK_RATE = 200e6  # bytes/s that all workers together write to a shared disk, w
 SCRIPT_SECONDS = 60.0  # to save the state of a script, which is known once it runs
 
 
-def measure_state(request: LaunchRequest, folder: Path) -> CheckpointCost:
+def measure_state(request: LaunchRequest, folder: Path, replicas: int) -> CheckpointCost:
     """Return what a checkpoint has: of the run's folder, if one is there; else of the recipe's model and optimizer.
 
     Args:
         request: the options of the command.
         folder: the run's folder, which need not be on this machine.
+        replicas: number of replicas that a checkpoint has, since they differ; 1: all are alike.
 
     Raises:
         PolylaneError: the recipe or the script is wrong, or the checkpoint cannot be read.
@@ -47,7 +48,7 @@ def measure_state(request: LaunchRequest, folder: Path) -> CheckpointCost:
     elif request.is_script:
         return CheckpointCost(None, SCRIPT_SECONDS, "assumed: a script's state is known once it runs")
     else:
-        size = count_state_bytes(recipe)
+        size = replicas * count_state_bytes(recipe)
     return CheckpointCost(size, size / DISK_RATE, f"at {DISK_RATE / 1e6:.0f} MB/s, which is assumed")
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import shlex
 
-from polylane.commands.launching.cluster_job import PORT, ClusterJob
+from polylane.commands.launching.cluster_job import ClusterJob
 
+REQUEUE = 'scontrol requeue "$SLURM_JOB_ID"'
 WIDTH = 100  # letters of a line of the script's commands
 
 
@@ -34,7 +35,7 @@ def _start_workers(job: ClusterJob) -> list[str]:
     return [
         *_wrap("srun", *map(shlex.quote, job.command)),
         "code=$?",
-        f'[ $code -eq {job.requeue_code} ] && scontrol requeue "$SLURM_JOB_ID"',
+        f"if [ $code -eq {job.requeue_code} ]; then {REQUEUE}; fi",
         "exit $code",
     ]
 
@@ -42,10 +43,11 @@ def _start_workers(job: ClusterJob) -> list[str]:
 def _start_agents(job: ClusterJob) -> list[str]:
     """Return commands of a job on several nodes: one agent of torchrun on each, which passes signals on."""
     workers = f"--nnodes {job.hosts} --nproc-per-node {job.workers} --max-restarts {job.restarts}"
-    meeting = f'--rdzv-backend c10d --rdzv-endpoint "$head:{PORT}" --rdzv-id "$SLURM_JOB_ID"'
+    meeting = '--rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$SLURM_JOB_ID"'
     command = _wrap("    -m", "--", *map(shlex.quote, job.command))
     return [
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "port=$((20000 + SLURM_JOB_ID % 12000))  # another one for each job",
         "",
         "# Before the time is over, Slurm sends USR1 to this script, which sends TERM to the workers.",
         'stop() { stopped=yes; scancel --signal=TERM "$SLURM_JOB_ID"; }',
@@ -59,7 +61,7 @@ def _start_agents(job: ClusterJob) -> list[str]:
         "wait $!",
         "code=$?",
         "# torchrun's code is 0 for a training that was done just then, and 1 for one with a checkpoint.",
-        'if [ -n "$stopped" ] && [ $code -ne 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        f'if [ -n "$stopped" ] && [ $code -ne 0 ]; then {REQUEUE}; fi',
         "exit $code",
     ]
 
