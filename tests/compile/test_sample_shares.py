@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polylane.compile.sample_shares import Batch, SampleShare, compute_shares, share_offsets
+from polylane.compile.sample_shares import Batch, SampleShare, compute_shares, count_replica_samples, share_offsets
 
 sizes = st.integers(1, 60)
 degrees = st.integers(1, 9)
@@ -48,6 +48,17 @@ def test_shares_differ_by_one_sample_and_follow_each_other(batch: int, microbatc
         ghosts = [share for share in column if not share.weight]
         assert all((g.start, g.stop) == (real[0].start, real[0].start + 1) for g in ghosts)
     assert last == batch
+
+
+@given(sizes, degrees, st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_unequal_shares_are_proportional(batch: int, microbatches: int, parts: list[int]) -> None:
+    each = [compute_shares(batch, microbatches, parts, replica) for replica in range(len(parts))]
+    for column in zip(*each, strict=True):
+        counts = [share.samples * share.weight for share in column]
+        assert all(abs(n - sum(counts) * part / sum(parts)) <= 1 for n, part in zip(counts, parts, strict=True))
+    assert count_replica_samples(batch, microbatches, parts) == [sum(s.samples * s.weight for s in own) for own in each]
+    taken = sorted(at for own in each for share in own if share.weight for at in range(share.start, share.stop))
+    assert taken == list(range(batch))
 
 
 def test_by_example() -> None:

@@ -22,7 +22,13 @@ from polylane.diagnosis.host_post import (
 )
 from polylane.diagnosis.judgement import RankRecord, judge
 from polylane.diagnosis.page_layout import Phase, Record
-from polylane.diagnosis.patience import LONG_SECONDS, MARGIN_SECONDS, SILENT_SECONDS, silence_bound
+from polylane.diagnosis.patience import (
+    LONG_SECONDS,
+    MARGIN_SECONDS,
+    SILENT_MARGIN_SECONDS,
+    SILENT_SECONDS,
+    silence_bound,
+)
 from polylane.diagnosis.report import Doing, HangReport, RankReport, describe_finding, describe_silence
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Action, ActionKind
@@ -80,6 +86,16 @@ def test_a_host_whose_watch_had_ended_long_before_is_not_blamed() -> None:
     assert not judge([replace(waits, stalled=3.0)], {1: 10.0}).is_hang
 
 
+def test_a_silent_host_is_lost_as_soon_as_a_connection_has_broken() -> None:
+    state = RankState(Wait("all", 3, (0, 1)), {"all": 3})
+    asks = replace(stalled(0, state, 0.5), asks=True)
+    found = judge([asks, RankRecord(2)], {1: 3.1})
+    assert found.is_hang and found.culprits == (1,) and found.victims == (0, 2)
+    assert not judge([stalled(0, state, 0.5)], {1: 3.1}).is_hang
+    assert not judge([asks, RankRecord(1)]).is_hang  # its host is heard
+    assert not judge([asks, RankRecord(1, doing=Doing.GONE)], {1: 3.1}).is_hang  # its host has said that it ended
+
+
 def test_who_is_heard_and_goes_on_is_not_blamed() -> None:
     waits = stalled(0, RankState(Wait("all", 3, (0, 1)), {"all": 3}))
     found = judge([waits, RankRecord(1)])
@@ -101,7 +117,7 @@ def test_servers_and_ended_workers_are_waited_for_by_nobody() -> None:
 @pytest.mark.parametrize(
     ("record", "seconds"),
     [
-        (Record(round=3, phase=Phase.TRAINING, usual=2_000_000_000), 2 + MARGIN_SECONDS),
+        (Record(round=3, phase=Phase.TRAINING, usual=2_000_000_000), 2 + SILENT_MARGIN_SECONDS),
         (Record(round=1, phase=Phase.TRAINING, is_new=True), SILENT_SECONDS),
         (Record(phase=Phase.COMPILING), SILENT_SECONDS),
         (Record(round=3, phase=Phase.SAVING, usual=60_000_000_000), 60 + MARGIN_SECONDS),
@@ -133,6 +149,8 @@ def test_a_silent_host_is_named_with_its_ranks_and_who_waits() -> None:
         "carries nothing; ranks 0 and 1 on a have waited for ranks 2 and 3 for 9.0 s, in step 12, forward of "
         "microbatch 0 on stage 1"
     )
+    said = describe_silence(found.finding, RANKS, HOSTS, {"b": 3.1}, is_lost=True)
+    assert ", and connections with it have broken: it is down, or all workers there have ended; ranks 0" in said
 
 
 # ---- posts -----------------------------------------------------------------------------------------------------------

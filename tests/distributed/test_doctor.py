@@ -67,6 +67,17 @@ def test_planted_faults(fault: str, tmp_path: Path) -> None:
     assert found.keys() == expected and (code != 0) == any(f["level"] == "failure" for f in found.values()), found
 
 
+@pytest.mark.slow
+def test_of_three_hosts_the_one_with_a_slow_link_is_named(tmp_path: Path) -> None:
+    hosts = Hosts.make(3)
+    if isinstance(hosts, str):
+        pytest.skip(f"no hosts can be made: {hosts}")
+    with closing(hosts):
+        hosts.slow_down(2, "100mbit")
+        _, found = examine(hosts, [*DOCTOR, "--run", str(tmp_path)])
+    assert found.keys() == {"links"} and found["links"]["text"].startswith("host-c: at most 0."), found
+
+
 def test_a_store_that_is_not_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "MEET_SECONDS", 1.0)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}.items():

@@ -73,6 +73,7 @@ PLAN_EXAMPLES = {
     "recompute": "pipeline=2,recompute=full",
     "per_sample": "data=2,per_sample=experts",
     "compile": "data=2,compile=yes",
+    "shares": "data=3,shares=2:2:1",
     "every": "data=4,every=16",
     "warmup": "data=4,every=16,warmup=500",
     "outer": "data=4,every=16,outer=0.7:0.9",

@@ -67,8 +67,11 @@ def test_microbatches_are_left_open() -> None:
             "dat=2",
             "unknown key 'dat', known are data, pipeline, sequence, tensor, microbatches, chunks, schedule, "
             "replicas, vertical_sync, precision, recompute, every, warmup, outer, shard, within, wire, "
-            "compress, servers, dedicated, staleness, per_sample, compile",
+            "compress, servers, dedicated, staleness, per_sample, compile, shares",
         ),
+        ("data=2,shares=2:1:1", "shares=2:1:1 is of 3 replicas, and every stage must have so many, not data=2"),
+        ("[data=2 | 1],shares=2:1", "shares=2:1 is of 2 replicas, and every stage must have so many, not data=2 and"),
+        ("data=2,shares=1:0", "shares=0 must be a whole number of at least 1"),
         ("dat=2", "; did you mean data?"),
         ("tensors=2", "unknown key 'tensors', known are data, pipeline, sequence"),
         ("tensors=2", "did you mean tensor?"),

@@ -16,7 +16,7 @@ from tests.plan.plan_files import MESH, edited, refusal
         (
             {"stagse": []},
             "stagse is not a key of a plan; known there are polylane, graph, stages, schedule, vertical_sync, "
-            "order, microbatches, replicas, sync, precision, recompute, per_sample, compile",
+            "order, microbatches, replicas, sync, precision, recompute, per_sample, compile, shares",
         ),
         ({"stagse": []}, "; did you mean stages?"),
         ({"stages.0.node": ["a", "b"]}, "stages.0.node is not a key of a plan; known there are nodes, devices, mesh,"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from polylane.diagnosis.judgement import RankRecord, judge
 from polylane.diagnosis.page_layout import Phase, pack_wait
 from polylane.errors import PeerLost, PolylaneError, WorkerHung
 from polylane.runtime import progress_page
+from polylane.runtime.job import Job
 from polylane.runtime.progress import script_calls
 from polylane.runtime.progress.page_reader import PageReader
 from polylane.runtime.progress.script_watch import watch_script
 from polylane.runtime.progress_page import USUAL_DECAY, ProgressMemory, ProgressWriter
 from polylane.runtime.workers.world import World
+from tests.support.workers.training import batch_of, mlp, workers
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), backend=None)
 
@@ -65,6 +68,22 @@ def test_what_is_loaded_for_a_test_is_a_part_of_the_test(memory: ProgressMemory)
     assert seen == [Phase.LOADING] * 2  # who watches a hang sees what it does
     list(progress.loading(load()))
     assert progress.phase_seconds(Phase.LOADING) > 0.05
+
+
+def test_who_waits_for_earlier_steps_of_others_is_in_a_step_and_does_not_compile() -> None:
+    def train(job: Job) -> float:
+        progress = ProgressWriter(ProgressMemory.allocate(), job.world.rank)
+        job.worker.world = replace(job.world, progress=progress)
+        job.worker._cache._progress = progress  # type: ignore[union-attr]
+        progress.enter(Phase.TRAINING)
+        for step in range(8):
+            job.step(batch_of(8, step))
+            time.sleep(0.1 * job.world.rank)
+            if step == 2:
+                before = progress.phase_seconds(Phase.COMPILING)
+        return progress.phase_seconds(Phase.COMPILING) - before
+
+    assert max(workers(train, mlp(6, 8, 4), "data=2")) < 0.15
 
 
 def test_lines_of_two_jobs_of_a_script_are_two(memory: ProgressMemory) -> None:

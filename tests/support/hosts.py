@@ -20,11 +20,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -172,8 +172,8 @@ class Hosts:
             host.run("ip link set lo up")
             for target in (STORE_ADDRESS, *(store_address(other) for other in numbers if other != number)):
                 host.run(f"ip route add {target}/32 via {near}")
-            for end, device in ((host, DATA_LINK), (self.middle, port)) if rate else ():
-                end.run(f"tc qdisc add dev {device} root tbf rate {rate} burst {_burst(rate)} limit {_QUEUE}")
+            if rate:
+                self.slow_down(number - 1, rate)
 
     def _add_link(self, name: str, address: str | None, host: Namespaces, host_end: str, host_address: str) -> None:
         """Lay a link from the middle to a host."""
@@ -185,10 +185,20 @@ class Hosts:
                 place.run(f"ip addr add {end_address} dev {end}")
             place.run(f"ip link set {end} up")
 
+    def slow_down(self, number: int, rate: str) -> None:
+        """Let the link of a host, from 0, carry so much in each direction, as ``tc`` takes it, such as "1gbit"."""
+        for end, device in ((self.hosts[number], DATA_LINK), (self.middle, f"port{number + 1}")):
+            end.run(f"tc qdisc replace dev {device} root tbf rate {rate} burst {_burst(rate)} limit {_QUEUE}")
+
     def close(self) -> None:
         """Give the hosts up; they are gone with the last process on them."""
         for host in (*self.hosts, self.middle):
             host.close()
+
+    def drop_host(self, number: int) -> None:
+        """Have a host reach nobody: both of its links carry nothing."""
+        for device in (DATA_LINK, STORE_LINK):
+            self.hosts[number].run(f"ip link set {device} down")
 
     def raise_link(self) -> list[str]:
         """Have all links carry again; return the state of every host's end, as :func:`read_link` reads it."""
@@ -236,34 +246,97 @@ class Hosts:
         Raises:
             subprocess.TimeoutExpired: it took longer.
         """
-        store, processes = self.open_store(), list[subprocess.Popen[str]]()
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DATA_LINK, **environment}
+        with HostRun(self, words, workers, folders, own_mounts, environment) as run:
+            for number in range(len(self.hosts)):
+                run.start(number)
+            return run.wait(seconds)
+
+
+class HostRun:
+    """A command in workers on each host, which torchrun's agents start; as a context manager it ends all of them.
+
+    Args:
+        hosts: where.
+        words, workers, folders, own_mounts, environment: the same arguments as of :meth:`Hosts.run_torchrun`.
+        options: further options of torchrun's, which count where all runs have others.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        words: Sequence[str],
+        workers: int,
+        folders: Sequence[Path] = (),
+        own_mounts: Sequence[str] = (),
+        environment: Mapping[str, str] = {},
+        options: Sequence[str] = (),
+    ) -> None:
+        self._hosts, self._words, self._folders, self._mounts = hosts, words, folders, own_mounts
+        self._options = [*options, "--nproc-per-node", str(workers)]
+        self._store = hosts.open_store()  # a store without a reference ends
+        self._variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DATA_LINK, **environment}
         # Else torch warns that no name service knows the hosts.
-        variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        self._variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        self._agents = dict[int, subprocess.Popen[bytes]]()
+
+    def __enter__(self) -> HostRun:
+        self._at = tempfile.TemporaryDirectory()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for agent in self._agents.values():
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)  # its workers end with it
+                agent.wait()
+        self._at.cleanup()
+
+    def start(self, number: int) -> None:
+        """Start the agent of a host, or another one after that has ended; what they print is joined."""
+        meeting = self._hosts.agent_options(self._store, f"run{self._store.port}")[number]
+        launch = [sys.executable, "-m", "torch.distributed.run", *meeting, *self._options]
+        out, error = (open(self._file(number, name), "ab") for name in ("stdout", "stderr"))  # noqa: SIM115
+        with self._hosts.hosts[number].enter(), out, error:
+            self._agents[number] = subprocess.Popen(
+                [*_mount_own(self._mounts), *launch, *self._words],
+                stdout=out,
+                stderr=error,
+                cwd=self._folders[number] if self._folders else None,
+                env=self._variables,
+                start_new_session=True,
+            )
+
+    def _file(self, number: int, name: str) -> Path:
+        return Path(self._at.name) / f"{name}{number}"
+
+    def read(self, number: int, name: str = "stderr") -> str:
+        """Return what a host has printed so far."""
+        return self._file(number, name).read_text(errors="replace")
+
+    def wait(self, seconds: float, only: Sequence[int] = ()) -> list[HostOutput]:
+        """Wait for the end of the agents of all hosts, or of some, and return how they ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it took longer.
+        """
         deadline = time.monotonic() + seconds
-        try:
-            for number, options in enumerate(self.agent_options(store, f"run{store.port}")):
-                launch = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", str(workers)]
-                with self.hosts[number].enter():
-                    processes.append(
-                        subprocess.Popen(
-                            [*_mount_own(own_mounts), *launch, *words],
-                            stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE,
-                            text=True,
-                            cwd=folders[number] if folders else None,
-                            env=variables,
-                            start_new_session=True,
-                        )
-                    )
-            with ThreadPoolExecutor() as pool:  # all pipes are read, so that none fills up
-                said = list(pool.map(lambda p: p.communicate(timeout=deadline - time.monotonic()), processes))
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-        return [HostOutput(p.returncode, *texts) for p, texts in zip(processes, said, strict=True)]
+        numbers = only or sorted(self._agents)
+        codes = [self._agents[number].wait(deadline - time.monotonic()) for number in numbers]
+        files = [(self.read(number, "stdout"), self.read(number)) for number in numbers]
+        return [HostOutput(code, *texts) for code, texts in zip(codes, files, strict=True)]
+
+    def list_workers(self, number: int) -> list[int]:
+        """Return the process ids of a host's workers."""
+        tasks = Path(f"/proc/{self._agents[number].pid}/task").glob("*/children")
+        return [int(child) for task in tasks for child in task.read_text().split()]
+
+    def kill_host(self, number: int) -> None:
+        """Kill all processes of a host at once, as where it loses its power."""
+        network = os.fstat(self._hosts.hosts[number].network).st_ino
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended meanwhile
+                if os.stat(process / "ns" / "net").st_ino == network:
+                    os.kill(int(process.name), signal.SIGKILL)
+        self._agents[number].wait()
 
 
 def host_names(count: int) -> tuple[str, ...]:

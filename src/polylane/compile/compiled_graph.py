@@ -88,8 +88,13 @@ def compile_graph(
 
     Raises:
         PolylaneError: a value of unknown batch layout crosses between stages with different numbers of replicas, and
-            so cannot be resharded.
+            so cannot be resharded; or replicas that split operators along the batch have unequal shares of it.
     """
+    if plan.shares and layouts.batch_is_sharded:
+        raise PolylaneError(
+            f"{plan.title}: shares: the loss couples samples, and replicas split its operators in equal parts: leave "
+            "shares out"
+        )
     if not plan.resplits_batch:
         return CompiledGraph(
             partition, layouts, {crossing.value: BatchLayout.SHARDED_BY_SAMPLE for crossing in partition.crossings}

@@ -214,8 +214,8 @@ class CompiledTraining:
                 replicas = 1 if graph.layouts.batch_is_sharded else self.plan.degree("data", stage)
                 for samples in set(sizes):
                     parts = self.microbatches_of(samples)
-                    turns = self.plan.takes_turns
-                    shares = (compute_shares(samples, parts, replicas, replica, turns) for replica in range(replicas))
+                    split, turns = self.plan.shares or replicas, self.plan.takes_turns
+                    shares = (compute_shares(samples, parts, split, replica, turns) for replica in range(replicas))
                     # Replicas that take steps of their own compute nothing where they have no sample.
                     padded = not self.plan.sync.is_replica_local
                     for count in {share.samples for group in shares for share in group if share.weight or padded}:

@@ -259,7 +259,7 @@ class Resharder:
         stage, replica = self.plan.stage_and_replica(rank)
         if self.layouts.batch_is_sharded or self.plan.takes_turns:
             return 0, samples, 1
-        (share,) = compute_shares(samples, 1, self.plan.stages[stage].degree("data"), replica)
+        (share,) = compute_shares(samples, 1, self.plan.shares or self.plan.degree("data", stage), replica)
         return share.start, share.stop, share.weight
 
     def _has_own_samples(self, rank: int, samples: int) -> bool:

@@ -9,7 +9,8 @@ replicas. For 10 samples, microbatches=2 and data=3:
     replica 1                 2 3                 7 8
     replica 2                     4                   9
 
-Where replicas take turns, a microbatch is not split again: replica r of d has microbatches r, r + d, r + 2d, ...
+A plan may give replicas unequal shares (``shares=2:1``), which are rounded to whole samples. Where replicas take turns,
+a microbatch is not split again: replica r of d has microbatches r, r + d, r + 2d, ...
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class SampleShare:
 
 
 def compute_shares(
-    batch: int, microbatches: int, replicas: int, replica: int, in_turn: bool = False
+    batch: int, microbatches: int, replicas: int | Sequence[int], replica: int, in_turn: bool = False
 ) -> tuple[SampleShare, ...]:
     """Compute the shares of one replica: one for each microbatch that has samples at all.
 
@@ -68,16 +69,18 @@ def compute_shares(
     Args:
         batch: samples of the whole batch.
         microbatches: number of microbatches that it is divided into.
-        replicas: number of replicas, the data-parallel degree.
+        replicas: number of replicas, the data-parallel degree; or what each has in proportion to the others.
         replica: index of the replica whose shares are returned.
         in_turn: whether the replicas compute whole microbatches in turn.
     """
     result = []
     for microbatch, (begin, end) in enumerate(split_bounds(batch, microbatches)):
-        if begin == end or (in_turn and microbatch % replicas != replica):
+        if begin == end:
             continue
         if in_turn:
-            result.append(SampleShare(microbatch, begin, end, 1))
+            assert isinstance(replicas, int)  # a plan's shares are of microbatches that are split
+            if microbatch % replicas == replica:
+                result.append(SampleShare(microbatch, begin, end, 1))
             continue
         start, stop = (begin + b for b in split_bounds(end - begin, replicas)[replica])
         # A microbatch with fewer samples than replicas: the last replicas get padding instead of nothing, or they would
@@ -91,9 +94,10 @@ def compute_shares(
 PADDING = SampleShare(0, 0, 1, 0)
 
 
-def count_replica_samples(batch: int, microbatches: int, replicas: int) -> list[int]:
+def count_replica_samples(batch: int, microbatches: int, replicas: int | Sequence[int]) -> list[int]:
     """Count the samples of a batch that each replica computes, padding excluded; by replica."""
-    replica_shares = (compute_shares(batch, microbatches, replicas, replica) for replica in range(replicas))
+    count = replicas if isinstance(replicas, int) else len(replicas)
+    replica_shares = (compute_shares(batch, microbatches, replicas, replica) for replica in range(count))
     return [sum(share.samples * share.weight for share in shares) for shares in replica_shares]
 
 

@@ -30,7 +30,7 @@ from polylane.graph.capture.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.partition import Partition
 from polylane.graph.sparse_gradients import gradient_sizes
 from polylane.plan.lanes import stage_graph_of
-from polylane.plan.local_samples import local_samples
+from polylane.plan.local_samples import find_busiest, local_samples
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import NONE
 from polylane.plan.spec import Degrees
@@ -177,14 +177,14 @@ class PlanCost:
         # "data" is priced too: batch normalization sums its statistics over replicas inside the passes, unless each
         # replica takes steps of its own, from its own samples, or has whole microbatches.
         shared = mesh.data > 1 and not (self.plan.sync.is_replica_local or self.plan.takes_turns)
-        axes = ("data", *self.plan.axes_of(stage)) if shared else self.plan.axes_of(stage)
-        groups = {axis: self.plan.ranks_along(rank, axis) for axis in axes}
+        groups = {axis: self.plan.ranks_along(rank, axis) for axis in ("data",) * shared + self.plan.axes_of(stage)}
         # Stages with equal devices and equally spanned groups share one table.
-        ranks, cluster = self.plan.stages[stage].devices, self.basis.cluster
-        device = self.basis.slowest_device(ranks)
+        cluster, slowest = self.basis.cluster, self.basis.slowest_device
+        ranks, samples = find_busiest(self.plan, stage, self.batch, lambda ranks: slowest(ranks).speed)
+        device = slowest(ranks)
         clock_key = (device.kind, device.speed, tuple((axis, cluster.span(group)) for axis, group in groups.items()))
         memory = min(rank_device.stream for rank_device in cluster.devices(ranks[:2]))
-        return self.basis.table(mesh, self.local_samples(stage), device, memory, groups, clock_key)
+        return self.basis.table(mesh, samples, device, memory, groups, clock_key)
 
     def pass_costs(self, stage: int) -> tuple[PassCosts, ShardTraffic]:
         """Return the costs of one microbatch on one stage's busiest rank, and of its sharded parameters."""

@@ -2,9 +2,10 @@
 
     what the walk (diagnosis/culprit.py) ends at      a hang once
     ranks that wait for nothing                       one of them has made no progress for its bound
-    a link, or a circle                               none of its ranks has gone on for its bound
+    a link, or a circle                               none of its ranks has gone on for its bound, or in a step for
+                                                      its patience
     ranks of hosts that nothing is heard of           such a host is silent, and somebody waits for it, for longer than
-                                                      the patience of who waits
+                                                      the patience of who waits, or has lost a connection
 
 A host is silent where its watching process says nothing. If training went on for long after that, then the process
 alone has ended, and what its workers do is not known: they are not blamed.
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from polylane.diagnosis.call_order import CallRecord, Parting, find_parting
 from polylane.diagnosis.culprit import Finding, RankState, find_blockers, find_culprits
 from polylane.diagnosis.page_layout import Phase
+from polylane.diagnosis.patience import LONG_SECONDS
 from polylane.diagnosis.report import Doing
 
 # A host may have been silent for this much longer than somebody's patience, before training stood still.
@@ -57,6 +59,14 @@ class RankRecord:
         """Whether it has made no progress for its bound."""
         return self.stalled >= self.bound
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it has waited for its bound for an operation that all have begun; what moves may be large elsewhere.
+
+        In a step nobody need be waited for any longer than for a host that nothing is heard of.
+        """
+        return self.stalled >= (min(self.bound, self.patience) if self.bound < LONG_SECONDS else self.bound)
+
 
 @dataclass(frozen=True)
 class StallJudgement:
@@ -65,10 +75,17 @@ class StallJudgement:
     Attributes:
         finding: where the walk ended; of a hang with those ranks alone that hang.
         is_hang: whether that is a hang.
+        is_lost: whether hosts are gone: they are silent, and a connection has broken.
     """
 
     finding: Finding
     is_hang: bool
+    is_lost: bool = False
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """The ranks to blame; empty where it is a link, or a host that may only not be reached."""
+        return self.finding.elsewhere if self.is_lost else self.finding.culprits
 
     @property
     def victims(self) -> tuple[int, ...]:
@@ -90,6 +107,9 @@ def judge(records: Iterable[RankRecord], silences: Mapping[int, float] | None = 
     """
     rank_records = {record.rank: record for record in records}
     states = {rank: record.state for rank, record in rank_records.items() if record.doing is not Doing.GONE}
+    lost = tuple(sorted((silences or {}).keys() - rank_records.keys()))
+    if lost and any(record.asks for record in rank_records.values()):
+        return StallJudgement(Finding(elsewhere=lost, waits_for=dict.fromkeys(states, lost)), True, True)
     finding = find_culprits(without_onlookers(states, {rank: record.phase for rank, record in rank_records.items()}))
     if finding.elsewhere:
         silent = _find_silent(finding, rank_records, silences or {})
@@ -99,7 +119,7 @@ def judge(records: Iterable[RankRecord], silences: Mapping[int, float] | None = 
     hung = tuple(record.rank for record in suspect_records if record.is_hung)
     if finding.culprits and hung:
         return StallJudgement(replace(finding, culprits=hung), True)
-    return StallJudgement(finding, bool(hung) and len(hung) == len(suspect_records))
+    return StallJudgement(finding, bool(suspect_records) and all(record.is_stuck for record in suspect_records))
 
 
 def judge_calls(records: Iterable[RankRecord]) -> Parting | None:

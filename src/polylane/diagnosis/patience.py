@@ -12,10 +12,11 @@ its end, with the interpreter's lock held:
 Python takes down what the process has made    LONG_SECONDS                     LONG_SECONDS, or that if it is longer
 
 waiting for a host that nothing is heard of, in
-a step that ran before                         the margin                       that, or SILENT_LEAST if it is longer
+a step that ran before, there also for an
+operation that all have begun                  the silent margin                that, or SILENT_LEAST if it is longer
 elsewhere                                      SILENT_SECONDS                   SILENT_SECONDS, or that if it is longer
 
-The margin is added to what steps usually take. Who is in a phase with the long bound is named as what it is after the
+The margins are added to what steps usually take. Who is in a phase with the long bound is named as what it is after the
 margin, or the user's bound.
 """
 
@@ -26,6 +27,8 @@ from polylane.diagnosis.report import FROZEN, Doing
 
 MARGIN_SECONDS = 8.0
 LONG_SECONDS = 570.0  # below the ten minutes after which a worker gives up waiting for another one
+# Of a host that is silent or a link that is dead: TCP sends again after 0.2, 0.6, 1.4, 3.0 and 6.2 s.
+SILENT_MARGIN_SECONDS = 7.0
 SILENT_LEAST = 5.0  # a busy machine may keep a process waiting for a second or two
 SILENT_SECONDS = 30.0  # the process that speaks for a host does not compile or load, whatever its workers do
 START_SECONDS = 60.0  # a start, an audit or an end that takes no longer is not worth a word
@@ -52,8 +55,9 @@ def choose_bound(record: Record, doing: Doing, hang_after: float | None) -> floa
 
 def silence_bound(record: Record, hang_after: float | None) -> float:
     """Return the seconds after which a worker need not wait any longer for a host that nothing is heard of."""
-    bound = _usual_bound(record, hang_after)
-    return max(bound, SILENT_LEAST if _runs_again(record) else SILENT_SECONDS)
+    if _runs_again(record):
+        return record.usual / 1e9 + SILENT_MARGIN_SECONDS if hang_after is None else max(hang_after, SILENT_LEAST)
+    return max(_usual_bound(record, hang_after), SILENT_SECONDS)
 
 
 def note_bound(record: Record, hang_after: float | None) -> float:

@@ -220,7 +220,11 @@ def describe_finding(
 
 
 def describe_silence(
-    finding: Finding, ranks: Mapping[int, RankReport], hosts: Mapping[int, str], silences: Mapping[str, float]
+    finding: Finding,
+    ranks: Mapping[int, RankReport],
+    hosts: Mapping[int, str],
+    silences: Mapping[str, float],
+    is_lost: bool = False,
 ) -> str:
     """Return one sentence about hosts that nothing is heard of, and that others wait for.
 
@@ -229,6 +233,7 @@ def describe_silence(
         ranks: the reports of the ranks of other hosts, by rank.
         hosts: by rank, the name of its host.
         silences: by name of a host, the seconds since it was heard of.
+        is_lost: whether a connection with them has broken.
     """
     names = list(dict.fromkeys(hosts[rank] for rank in finding.elsewhere))
     description = _join_words(
@@ -238,12 +243,11 @@ def describe_silence(
             for name in names
         ]
     )
-    subject = "it is" if len(names) == 1 else "they are"
-    pronoun = "it" if len(names) == 1 else "them"
-    return (
-        f"{description}: {subject} down or stopped as a whole, or the link to {pronoun} carries nothing; "
-        f"{_describe_waiting(finding, ranks, hosts)}"
-    )
+    subject, pronoun = ("it is", "it") if len(names) == 1 else ("they are", "them")
+    cause = f": {subject} down or stopped as a whole, or the link to {pronoun} carries nothing"
+    if is_lost:
+        cause = f", and connections with {pronoun} have broken: {subject} down, or all workers there have ended"
+    return f"{description}{cause}; {_describe_waiting(finding, ranks, hosts)}"
 
 
 def describe_unanswered(

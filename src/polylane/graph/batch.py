@@ -230,11 +230,19 @@ def _kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:
     return tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
 
 
-def split_bounds(total: int, parts: int) -> list[tuple[int, int]]:
-    """Divide ``total`` samples into ``parts`` contiguous ranges whose lengths differ by at most one, longer ones first.
+def split_bounds(total: int, parts: int | Sequence[int]) -> list[tuple[int, int]]:
+    """Divide ``total`` samples into contiguous ranges, some of them empty when there are fewer samples than ranges.
 
-    Ranges are empty when there are fewer samples than parts.
+    Args:
+        total: number of samples to divide.
+        parts: number of ranges, whose lengths differ by at most one, longer ones first; or what each of them has in
+            proportion to the others, rounded.
     """
+    if not isinstance(parts, int):
+        whole = sum(parts)
+        return list(
+            itertools.pairwise((2 * total * n + whole) // (2 * whole) for n in itertools.accumulate(parts, initial=0))
+        )
     size, extra = divmod(total, parts)
     ends = [part * size + min(part, extra) for part in range(parts + 1)]
     return list(itertools.pairwise(ends))

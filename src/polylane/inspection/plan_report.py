@@ -379,6 +379,6 @@ def _senders(relays: Resharder, start: int, end: int, samples: int) -> list[tupl
     if plan.takes_turns:
         return [(rank, 1) for rank in devices[: len(devices) // replicas]]
     # Local samples of each replica; one without samples computes on a padding sample.
-    hand = [max(1, stop - first_sample) for first_sample, stop in split_bounds(samples, replicas)]
+    hand = [max(1, stop - first_sample) for first_sample, stop in split_bounds(samples, plan.shares or replicas)]
     inner, firsts = len(devices) // replicas, {count: hand.index(count) for count in set(hand)}
     return [(r, hand.count(n)) for n, at in firsts.items() for r in devices[at * inner : (at + 1) * inner]]

@@ -40,7 +40,7 @@ def change_replicas(plan: AnyPlan, workers: int, microbatches: int) -> Spec | No
     # In turn, each replica needs a microbatch of its own.
     if spec.replicas == ROUND_ROBIN and microbatches < data:
         return None
-    return replace(spec, data=data, microbatches=microbatches, sync=_fit_groups(spec.sync, data))
+    return replace(spec, data=data, shares=(), microbatches=microbatches, sync=_fit_groups(spec.sync, data))
 
 
 def _fit_groups(sync: SyncOptions, data: int) -> SyncOptions:

@@ -81,6 +81,25 @@ def parse_paths(key: str, text: str) -> tuple[str, ...]:
     return paths
 
 
+def parse_shares(key: str, text: str) -> tuple[int, ...]:
+    """Parse the shares of replicas, as 2:2:1.
+
+    Raises:
+        PolylaneError: one is no whole number of at least 1.
+    """
+    return tuple(parse_count(key, share) for share in text.split(":"))
+
+
+def explain_shares(shares: Sequence[int], replicas: Sequence[int]) -> str | None:
+    """Return why a plan's shares do not fit the numbers of replicas of its stages; None: they do."""
+    if not shares or (set(replicas) == {len(shares)} and min(shares) > 0):
+        return None
+    if min(shares) < 1:
+        return f"shares: {min(shares)} must be a whole number of at least 1"
+    text, degrees = ":".join(map(str, shares)), " and ".join(f"data={count}" for count in dict.fromkeys(replicas))
+    return f"shares={text} is of {len(shares)} replicas, and every stage must have so many, not {degrees}"
+
+
 def _parse_recompute(key: str, text: str) -> str | dict[str, str]:
     return parse_recompute(text)
 
@@ -91,6 +110,7 @@ _CODECS: Mapping[Any, tuple[Callable[[str, str], Any], Callable[[Any], str]]] = 
     int: (parse_count, str),
     int | None: (parse_count, str),
     tuple[str, ...]: (parse_paths, "+".join),
+    tuple[int, ...]: (parse_shares, lambda value: ":".join(map(str, value))),
     get_args(Recompute)[0]: (_parse_recompute, format_recompute),
 }
 
@@ -173,6 +193,15 @@ def _explain_compile(options: PlanOptions) -> str | None:
     )
 
 
+def _explain_shares(options: PlanOptions) -> str | None:
+    words = [f"replicas={options.replicas}"] if options.replicas == ROUND_ROBIN else []
+    if options.sync.is_replica_local or options.sync.has_servers:
+        words += options.sync.to_words()
+    if not words:
+        return None
+    return f"shares and {','.join(words)} exclude each other: shares divide microbatches whose gradients are summed"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """What a plan says beside its meshes: a part of a plan in one line, and of a complete one.
@@ -203,6 +232,8 @@ class PlanOptions:
             ``per_sample=experts``, or ``model``. Every replica computes other such modules on the whole batch
         compile: ``yes``: the operators of every stage are compiled by ``torch.compile``'s inductor: see
             [GPUs](docs/explanation/gpu.md#compiled-stages)
+        shares: what the replicas compute of every microbatch, in proportion: ``2:2:1:1``; by default equal parts. The
+            results are the same: see [slow workers](docs/learn/load-balancing.md#slow-workers)
     """
 
     schedule: Annotated[ScheduleName, PlanKey(shown="everywhere", fixed_values=ASYNCHRONOUS, applies_alone=False)] = (
@@ -220,6 +251,9 @@ class PlanOptions:
     recompute: Annotated[Recompute, PlanKey(fixed_values=MODES[1:])] = NONE
     per_sample: tuple[str, ...] = ()
     compile: Annotated[bool, PlanKey(find_conflict=_explain_compile)] = False
+    shares: Annotated[
+        tuple[int, ...], PlanKey(fixed_values=(), applies_alone=False, find_conflict=_explain_shares)
+    ] = ()
 
     def option_values(self) -> dict[str, Any]:
         """Return the values of all options, by key."""

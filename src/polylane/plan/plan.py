@@ -12,7 +12,7 @@ import pydantic
 
 from polylane.errors import PolylaneError
 from polylane.plan import schedule_checks as checks
-from polylane.plan.options import ROUND_ROBIN, PlanOptions
+from polylane.plan.options import ROUND_ROBIN, PlanOptions, explain_shares
 from polylane.plan.order import check_order, has_halves
 from polylane.plan.pinned_placements import check_axes
 from polylane.plan.recompute import RecomputeRule
@@ -348,7 +348,7 @@ def check(plan: Plan) -> None:
     replicas = [degrees.data for degrees in plan.meshes]
     if plan.takes_turns:
         checks.check_turns(plan.title, replicas, plan.schedule, plan.microbatches, plan.sync)
-    if (reason := plan.find_conflict()) is not None:
+    if (reason := explain_shares(plan.shares, replicas) or plan.find_conflict()) is not None:
         raise PolylaneError(f"{plan.title}: {reason}")
     checks.check_asynchronous(plan.title, plan.schedule, plan.sync)
     if plan.sync.shard == "parameters" and plan.splits_backward:

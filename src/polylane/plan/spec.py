@@ -14,6 +14,7 @@ from polylane.plan.options import (
     SPLIT,
     PlanKey,
     PlanOptions,
+    explain_shares,
     keys_of,
     parse_count,
     shorten,
@@ -82,6 +83,8 @@ class Spec(PlanOptions):
         sizes = {axis: getattr(self, axis) for axis in DEGREES}
         degrees = [f"{axis}={shorten(n)}" for axis, n in sizes.items() if n > 1]
         check_workers(self.workers, format_degrees(self.stages) if self.stages else degrees)
+        if reason := explain_shares(self.shares, [degrees.data for degrees in self.group_meshes]):
+            raise PolylaneError(reason)
         # What the schedule says of one stage would not name the key that is missing.
         if self.chunks > 1 and self.pipeline == 1:
             raise PolylaneError(

@@ -30,6 +30,7 @@ from typing import Any
 from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch, BatchForm
+from polylane.diagnosis.page_layout import Phase
 from polylane.graph.batch import CarriedLeaves, clone_leaves
 from polylane.graph.capture.open_dimensions import NotOpened, Opening
 from polylane.graph.capture.output_request import OutputRequest
@@ -38,6 +39,7 @@ from polylane.graph.readings.batch_readings import answer_alike, are_answered, a
 from polylane.program.program import Program
 from polylane.runtime.data.batch_forms import BatchForms, capture_of_few, without_sizes
 from polylane.runtime.program_binder import BoundProgram, CacheKey, ProgramBinder
+from polylane.runtime.progress_page import UNWATCHED, Progress
 from polylane.runtime.state.settings_versions import Agree, Purpose, SettingsVersions
 
 FORMS_KEPT = 32  # compiled graphs kept at once, least recently used evicted; those compiled ahead do not count
@@ -72,14 +74,22 @@ class CompileCache:
         example: a batch of the form that the training was compiled for.
         agree: called before every step with the setting that has changed, or None, and with the file that has: "" if
             none has, None if none is read. It returns what all workers take for the latter. Collective.
+        progress: where this worker says that it compiles.
 
     Attributes:
         sampled: for every leaf of the example, whether it is split with the samples.
         has_common_tensors: whether a tensor of the example is not.
     """
 
-    def __init__(self, training: CompiledTraining, compiler: ProgramBinder, example: Any, agree: Agree) -> None:
-        batch, self._agree = Batch.whole(example), agree
+    def __init__(
+        self,
+        training: CompiledTraining,
+        compiler: ProgramBinder,
+        example: Any,
+        agree: Agree,
+        progress: Progress = UNWATCHED,
+    ) -> None:
+        batch, self._agree, self._progress = Batch.whole(example), agree, progress
         self._training, self._compiler, self._example = training, compiler, BatchForm.of_batch(example)
         self.sampled, self.has_common_tensors = batch.sampled, batch.has_common_tensors
         self._whole, self._carried = batch, CarriedLeaves()
@@ -137,11 +147,16 @@ class CompileCache:
         # Settings first: they are read from the model as it is now, and may evict graphs of old versions.
         number = self.settings_version = self._versions[purpose].current(self._forget, self._agree)
         form = self._form(purpose, batch, number)
-        key, sizes = self._place(form, batch) or self._capture(form, batch)
-        fitted = self._entries[key].fitted.get((batch.samples, sizes, replica_local))
+        place, fitted = self._place(form, batch), None
+        if place is not None:
+            fitted = self._entries[place[0]].fitted.get((batch.samples, place[1], replica_local))
         if fitted is None:
-            fitted = self._fit(key, batch.samples, sizes, replica_local)
-        self._entries.move_to_end(key)
+            # Not before: who waits above for others, as in every step, does not compile.
+            with self._progress.during(Phase.COMPILING):
+                place = place or self._capture(form, batch)
+                fitted = self._fit(place[0], batch.samples, place[1], replica_local)
+        assert place is not None
+        self._entries.move_to_end(place[0])
         return fitted
 
     def _form(self, purpose: Purpose, batch: Batch, settings: int, graph: CompiledGraph | None = None) -> CacheKey:

@@ -101,7 +101,7 @@ class TrainingRole:
         self._updates = build_updates(self._local_model, clip_norm)
         self._required_gradients = RequiredGradients(self._local_model, self._updates)
         self._binder = ProgramBinder(self._local_model, self._connections, self._programs, unsynced, self._updates)
-        self._cache = CompileCache(prepared, self._binder, example, self._checks.agree_on_settings)
+        self._cache = CompileCache(prepared, self._binder, example, self._checks.agree_on_settings, world.progress)
         # Now, not at the first step: an error in binding is then raised on all workers at once, outside of a step.
         self._cache.bind_ahead([False, True] if unsynced else [False])
         self._sync = build_sync(all_processes, self._local_model, self._connections, self._updates, clip_norm)
@@ -148,10 +148,9 @@ class TrainingRole:
         with progress.during(Phase.TRAINING), allow_own_calls(), blame, self._hooks.taken_off():
             self._required_gradients.agree()
             is_local = self._is_last_step_local = self._sync.is_replica_local(name)
-            with progress.during(Phase.COMPILING):
-                bound = self._cache.compiled_for(name, local_batch, True, is_local, StepDraws(self._seed, self._step))
-                self._in_flight.limit(self._sync.max_steps_in_flight)
-                self._checks.add_script(digests, update, self._cache.settings_version)
+            bound = self._cache.compiled_for(name, local_batch, True, is_local, StepDraws(self._seed, self._step))
+            self._in_flight.limit(self._sync.max_steps_in_flight)
+            self._checks.add_script(digests, update, self._cache.settings_version)
             self.telemetry.begin_step(self._step)
             for objective_update in self._updates.values():
                 objective_update.set_mode(training=True)
@@ -254,7 +253,7 @@ class TrainingRole:
     def shares(self, samples: int, rank: int | None = None) -> tuple[SampleShare, ...]:
         """Return the shares of this worker, or of that with a rank, of a batch of ``samples`` samples."""
         program = next(iter(self._programs.values()))[self.world.rank if rank is None else rank]
-        parts, replicas = self._prepared.microbatches_of(samples), len(program.replicas)
+        parts, replicas = self._prepared.microbatches_of(samples), self._prepared.plan.shares or len(program.replicas)
         return compute_shares(samples, parts, replicas, program.replica, program.takes_turns) or (PADDING,)
 
     def scale_rates(self, factor: float) -> None:

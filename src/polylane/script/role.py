@@ -62,7 +62,7 @@ class ScriptRole(TrainingRole):
         local_batch = take_tape(batch).to_device(self._cache.sampled, self.world.device)
         with (
             torch.set_grad_enabled(training),
-            self.world.progress.during(Phase.COMPILING),
+            self.world.progress.during(Phase.TRAINING),
             self._hooks.taken_off(),
         ):
             return self._cache.compiled_for(name, local_batch, training, draws=StepDraws(self._seed, self._step))

@@ -59,6 +59,11 @@ def change(rank: int, **changes: Any) -> Callable[[], list[HealthFinding]]:
     return lambda: judge_hosts([*HEALTHY[:rank], worker(rank, **changes), *HEALTHY[rank + 1 :]], PAIRS, [True] * 4)
 
 
+def pairs_of_three(slow: int) -> list[PairMeasurement]:
+    ends = [(source, target) for source in range(3) for target in range(3) if source != target]
+    return [PairMeasurement(*pair, "", 50e-6, 1e8 if slow in pair else 1.1e9) for pair in ends]
+
+
 def pairs_with(number: int, **changes: Any) -> list[PairMeasurement]:
     return [replace(pair, **changes) if at == number else pair for at, pair in enumerate(PAIRS)]
 
@@ -110,6 +115,10 @@ FAULTS: dict[str, tuple[Callable[[], list[HealthFinding]], Severity, str, str]] 
     "a slow link": (
         lambda: judge_hosts(HEALTHY, pairs_with(1, bandwidth=1.2e8), [True] * 4), Severity.WARNING, "links",
         "node1 to node0: 0.96 Gb/s",
+    ),
+    "a host of three with a slow link": (
+        lambda: judge_hosts([worker(rank) for rank in range(6)], pairs_of_three(slow=2), [True] * 6), Severity.WARNING,
+        "links", "node2: at most 0.80 Gb/s to and from all other hosts, where 8.80 of all hosts is usual",
     ),
     "a link slower than the file says": (
         lambda: judge_hosts(HEALTHY, PAIRS, [True] * 4, Link(bandwidth=25e9, latency=1e-6)), Severity.WARNING, "links",

@@ -10,19 +10,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from polylane.diagnosis import judgement, patience
 from polylane.diagnosis.host_post import HostPost
-from polylane.diagnosis.page_layout import Phase
+from polylane.diagnosis.page_layout import Phase, read_verdict
 from polylane.diagnosis.report import HangReport
 from polylane.errors import CallsDiffer, WorkerHung
 from polylane.runtime.progress import host_board, host_watch, joint_watch
 from polylane.runtime.progress import watch as watch_module
 from polylane.runtime.progress.host_board import Board, Host, HostBoard
 from polylane.runtime.progress.joint_watch import JointWatch
+from polylane.runtime.progress.script_calls import ask_watch
 from polylane.runtime.progress.watch import OnHang
 from polylane.runtime.progress_page import ProgressMemory, ProgressWriter
 
@@ -37,13 +39,16 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "SILENT_LEAST", 1.5)
     monkeypatch.setattr(joint_watch, "SPREAD_SECONDS", 0.5)
     monkeypatch.setattr(joint_watch, "LOST_SECONDS", 1.0)
+    monkeypatch.setattr(joint_watch, "FRESH_SECONDS", 1.0)
     monkeypatch.setattr(joint_watch, "UNANSWERED_SECONDS", 0.3)
     monkeypatch.setattr(host_board, "PERIOD_SECONDS", 0.2)
     monkeypatch.setattr(host_board, "RETRY_SECONDS", 0.2)
 
 
 @contextmanager
-def worker(rank: int, begun: int, waits: bool, calls: str = "") -> Iterator[tuple[int, ProgressMemory]]:
+def worker(
+    rank: int, begun: int, waits: bool, calls: str = "", asks: bool = False
+) -> Iterator[tuple[int, ProgressMemory]]:
     """A process that is in a step, has begun some operations with the other one, and perhaps waits for the last.
 
     Args:
@@ -51,6 +56,7 @@ def worker(rank: int, begun: int, waits: bool, calls: str = "") -> Iterator[tupl
         begun: number of those operations.
         waits: whether it waits for the last.
         calls: method that it is in, of a script; "" where there is none. It ends with status 7 if others differ.
+        asks: whether it has lost the other one, and asks the watch; it ends with status 8 if that knows nothing.
     """
     memory = ProgressMemory.allocate()
     ready, told = os.pipe()
@@ -66,6 +72,8 @@ def worker(rank: int, begun: int, waits: bool, calls: str = "") -> Iterator[tupl
         if progress.calls is not None:
             progress.calls.begin(calls)
         os.write(told, b".")
+        if asks:
+            os._exit(9 if ask_watch(progress.words) else 8)
         with suppress(CallsDiffer):
             time.sleep(60)
         os._exit(0)
@@ -104,6 +112,7 @@ def watch_until(
     except CallsDiffer as differ:
         found.differ = differ
     finally:
+        time.sleep(watch.spread_seconds)  # as before workers are ended
         watch.end(1.0)
         watch.close()
 
@@ -180,6 +189,39 @@ def test_a_host_that_nothing_is_heard_of_is_named(store: TCPStore) -> None:
     assert found.hung is not None and found.hung.ranks == (0,)
     assert found.hung.error_message.startswith("b, with rank 1, has not been heard from for ")
     assert "rank 0 on a has waited for rank 1 for " in found.hung.error_message and not found.hung.traceback
+
+
+def test_a_host_that_is_silent_once_a_connection_broke_is_named_at_once(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "SILENT_LEAST", 30.0)  # else it is waited for
+    found = Watched()
+    with worker(0, 2, True, asks=True) as (_, memory):
+        watch_until(0, memory, store.port, lambda each: bool(each.said), "stop", found)
+    assert found.hung is not None and found.hung.ranks == (0,)
+    assert found.hung.error_message.startswith("b, with rank 1, has not been heard from for ")
+    assert "connections with it have broken" in found.hung.error_message
+    assert found.kept[0].culprits == (1,)
+
+
+def test_who_has_lost_a_worker_that_has_ended_learns_that(store: TCPStore) -> None:
+    found = Watched()
+    with worker(0, 2, True, asks=True) as (_, memory), worker(1, 1, False) as (other, its_memory):
+        os.kill(other, signal.SIGKILL)
+        os.waitid(os.P_PID, other, os.WEXITED | os.WNOWAIT)
+        board = Board(HOSTS, 1, "127.0.0.1", store.port, "watch/test", SECRET)
+        watch = JointWatch(board, {1: its_memory}, "stop", BOUND, found.kept.append, found.said.append)
+        watch.look()
+        watch.end(5.0, is_well=False)
+        answers = list[Any]()
+
+        def has_answered(each: Watched) -> bool:
+            with memoryview(memory.page) as page:
+                answers.append(read_verdict(page))
+            return answers[-1] is not None
+
+        watch_until(0, memory, store.port, has_answered, "stop", found)
+    assert answers[-1] == {"ended": "rank 1 on b"} and found.hung is None
 
 
 def test_a_store_that_does_not_answer_is_named() -> None:

@@ -108,7 +108,7 @@ class ScriptLog:
             return graphs[0] if len(graphs) == 1 else None
 
         rate = measure_matmul_rate(job.world.device, find_product_dtype(job.plan, job.model))
-        columns = StepColumns(job.plan, find_graph, rate, role.telemetry.timing)
+        columns = StepColumns(job.plan, find_graph, rate, role.telemetry.timing, job.world.host_names)
         self._job, self._log = job, StepLog(self._tell, lambda: 1, columns)
         self._phases, self._steps = PhaseClock(progress, self._tell, columns.means), steps
         self._log.resume({"steps": steps, "samples": 0, "seconds": 0.0, "loss": math.nan, "epoch": (0.0, 0.0, 0.0)})

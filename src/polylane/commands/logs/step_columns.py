@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from polylane.commands.logs.kept_steps import LoggedStep
+from polylane.commands.logs.worker_speeds import WorkerSpeeds
 from polylane.graph.graph import Graph
 from polylane.observe.stretches import TimeState
 from polylane.observe.time_account import account_time
@@ -34,6 +35,7 @@ class StepColumns:
         find_graph: returns model and loss, for the operations of a step; None where steps are of several graphs.
         device_rate: floating-point operations that one device has been measured to do in a second.
         timing: context manager around what is done for the sake of observing.
+        hosts: by rank, the name of its host; empty where all are on one.
 
     Attributes:
         stall_seconds: returns the time that checkpoints have cost so far.
@@ -45,7 +47,9 @@ class StepColumns:
         find_graph: Callable[[], Graph | None],
         device_rate: float,
         timing: Callable[[], AbstractContextManager[None]],
+        hosts: Sequence[str] = (),
     ) -> None:
+        self._speeds = WorkerSpeeds(plan, hosts)
         self._replicas = [plan.stage_and_replica(rank)[1] for rank in range(plan.workers)]
         self._find_graph, self._rate, self._timing = find_graph, device_rate, timing
         self._stall = 0.0
@@ -67,12 +71,14 @@ class StepColumns:
             **({"loss_scale": facts[0].loss_scale} if facts[0].loss_scale else {}),
             **self._describe_time(result, facts, seconds),
             "memory": [round(fact.memory) for fact in facts],
+            "computing_seconds": [round(fact.computing, 6) for fact in facts],
         }
         if (graph := self._find_graph()) is not None:
             speed = step_flops(graph) * result.samples / max(graph.samples, 1) / seconds
             columns |= {"flops_per_second": speed, "device_share": speed / (self._rate * len(facts))}
         if result.step:  # what the first step takes is no measure of the others
             self._add_up(columns | {"seconds": seconds}, facts[0].steps)
+            self._speeds.add(result.samples, facts)
         return {name: value for name, value in columns.items() if not (isinstance(value, float) and math.isnan(value))}
 
     def _describe_time(self, result: LoggedStep, facts: Sequence[WorkerFacts], seconds: float) -> dict[str, Any]:
@@ -107,11 +113,15 @@ class StepColumns:
             self._waits[int(rank)] += steps * share
 
     def means(self) -> dict[str, Any]:
-        """Return mean shares and mean duration of all steps but the first, by the observed ones; empty without any."""
+        """Return mean shares and mean duration of all steps but the first, by the observed ones; empty without any.
+
+        ``slow`` is what is known of slow workers, see :meth:`.WorkerSpeeds.describe`.
+        """
         if not self._count:
             return {}
         shares = {name: total / self._count for name, total in self._sums.items() if total}
-        return shares | {"waiting_for": {rank: total / self._count for rank, total in self._waits.items()}}
+        waits = {rank: total / self._count for rank, total in self._waits.items()}
+        return shares | {"slow": self._speeds.describe(), "waiting_for": waits}
 
 
 def step_flops(graph: Graph) -> int:

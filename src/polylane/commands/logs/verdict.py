@@ -51,7 +51,7 @@ def describe_verdict(
 
 
 def advise_on_speed(shares: Mapping[str, Any], workers: int, alone: float | None, predicted: float | None) -> list[str]:
-    """Return sentences on a run that is slower than it should be: than predicted, or than one device.
+    """Return sentences on a run that is slower than it should be: by a worker, than predicted, or than one device.
 
     Args:
         shares: mean shares of observed steps and their mean duration.
@@ -60,6 +60,8 @@ def advise_on_speed(shares: Mapping[str, Any], workers: int, alone: float | None
         predicted: predicted seconds of a step of the plan; None where it is not known.
     """
     seconds, sentences = _busy_seconds(shares) if shares else 0.0, list[str]()
+    if slow := shares.get("slow"):
+        sentences.append(slow["sentence"])
     if workers == 1 or not seconds:
         return sentences
     if predicted and seconds > FAR_OFF * predicted:

@@ -63,8 +63,12 @@ def describe_changes(run: RunFiles) -> list[str]:
             subject = f"{words[:1].upper()}{words[1:]}"
             sentences.append((gain, f"{subject}: {gain:.2f} times as fast, simulated ({change.get('plan')})."))
     shares, waits = _mean_shares(run)
+    slow = read_mapping(run.goodput.get("slow"))
+    if slow.get("sentence"):  # says whom the others wait for
+        words = str(slow["sentence"])
+        sentences.append((read_number(slow.get("gain")) or 1.0, f"{words[:1].upper()}{words[1:]}."))
     for rank, share in waits.items():
-        if share >= WORTH:
+        if share >= WORTH and not slow.get("sentence"):
             gain = 1 / max(0.1, 1 - share)
             cause = "it is slower than the others, or has more to do"
             sentences.append((gain, f"No waits for rank {rank}: up to {gain:.2f} times as fast; {cause}."))

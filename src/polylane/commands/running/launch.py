@@ -205,6 +205,7 @@ class JoinedTraining:
     def __init__(self, request: FolderRequest, folder: RunFolder, stop: StopRequest, launch: Launch) -> None:
         self._folder, self._stop, self._launch = folder, stop, launch
         self._watch: HostWatch | None = None
+        self._words = memoryview(b"").cast("Q")
 
         def explain_end(number: int) -> str:  # the files may be on another host than a later rank
             return describe_kept(request, folder) if launch.is_first else ""
@@ -233,13 +234,15 @@ class JoinedTraining:
         torch.set_num_threads(threads_per_worker(self._launch.local_size))
 
         def keep(report: HangReport) -> None:
-            if self._launch.is_first:
+            # Rank 0's host keeps it, unless that one is lost, or not to be reached.
+            if self._launch.is_first or not report.culprits or 0 in report.culprits:
                 reporter.keep_report(report)
 
         trouble, local_rank = request.trouble, self._launch.local_rank
         # Before the process group, whose threads a fork would leave behind with their locks.
         self._watch = watch = HostWatch.start(local_rank, trouble.on_hang, trouble.hang_after, keep)
         world = watch.attach(replace(World.join(), stop=self._stop), is_script)
+        self._words = world.progress.words
         if world.store is not None:  # from now on a worker that dies is named
             self._signals.meet_peers(world.store, world.size)
         self._tell = partial(reporter, 0) if self._launch.is_first else ignore
@@ -298,7 +301,8 @@ class JoinedTraining:
             failure = Failure.of_exception(self._launch.rank, error)
             # torchrun ends all workers as soon as one ends: an echo waits, so that who has the cause can print it.
             if failure.is_echo:
-                self._signals.name_lost_peer(ECHO_GRACE_SECONDS, " ".join(failure.error_message.split())[:200])
+                message = " ".join(failure.error_message.split())[:200]
+                self._signals.name_lost_peer(ECHO_GRACE_SECONDS, message, self._ask_watch)
                 time.sleep(ECHO_GRACE_SECONDS)
                 sys.exit(1)
             self._signals.mark_reported()
@@ -310,6 +314,13 @@ class JoinedTraining:
                 raise exception from None
             say_at_once(str(exception))
             sys.exit(1)
+
+    def _ask_watch(self) -> str | None:
+        """Return which workers of other hosts have ended, "" where that is not known; None where the watch has told."""
+        from polylane.runtime.progress.script_calls import ask_watch
+
+        verdict = ask_watch(self._words)
+        return None if "hung" in verdict else str(verdict.get("ended", ""))
 
 
 def train_with_restarts(

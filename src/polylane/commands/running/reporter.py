@@ -59,6 +59,7 @@ class Reporter:
         self._ledger = GoodputLedger(find_process_start())
         self.predicted: dict[str, Any] | None = None
         self._early_seconds, self._loading, self._is_advised = list[float](), 0.0, False
+        self._has_told_slow = False
 
     def __call__(self, rank: int, message: dict[str, Any]) -> None:
         content = {key: value for key, value in message.items() if key != "kind"}
@@ -68,7 +69,11 @@ class Reporter:
             self.predicted = message["run"]
         elif message["kind"] == "time":
             self._ledger.update(**content)
-            self._place.write(GOODPUT, self._ledger.to_dict())
+            slow = content["shares"].get("slow", {})
+            self._place.write(GOODPUT, {**self._ledger.to_dict(), "slow": slow})
+            if slow and not self._has_told_slow:
+                self._has_told_slow = True
+                say_at_once(slow["sentence"])
         elif message["kind"] == "testing":
             self._display.testing(message)
         elif message["kind"] == "warning":
@@ -133,7 +138,7 @@ class Reporter:
         workers = len(outcome.traffic) - outcome.servers if outcome.traffic else outcome.timeline.ranks
         facts = outcome.shares, workers, *self._predicted_seconds()
         judgement = {"verdict": describe_verdict(*facts), "advice": advise_on_speed(*facts)}
-        goodput = {**self._ledger.to_dict(), **judgement}
+        goodput = {**self._ledger.to_dict(), **judgement, "slow": outcome.shares.get("slow", {})}
         self._place.write(GOODPUT, goodput)
         return goodput
 

@@ -189,7 +189,7 @@ def _open_columns(job: Job, prepared: CompiledTraining) -> StepColumns | None:
         return None
     graph = prepared.main_partition.graph
     rate = measure_matmul_rate(job.world.device, find_product_dtype(prepared.plan, job.model))
-    return StepColumns(prepared.plan, lambda: graph, rate, worker.telemetry.timing)
+    return StepColumns(prepared.plan, lambda: graph, rate, worker.telemetry.timing, job.world.host_names)
 
 
 def _tell_verdict(tell: Tell, mode: AuditMode, verdict: StepVerdict) -> None:

@@ -224,13 +224,22 @@ def _judge_links(
     reached = [pair for pair in pairs if not pair.problem]
     if not reached:
         return
-    usual = statistics.median([pair.bandwidth for pair in reached]) if link is None else link.bandwidth
+    best = {host: max(pair.bandwidth for pair in reached if host in _ends(pair)) for host in _hosts_of(reached)}
+    # Of hosts, not of pairs: with three of them one slow host is an end of most.
+    usual = statistics.median_high(best.values()) if link is None else link.bandwidth
+    source = "of all hosts is usual" if link is None else "the cluster file says"
+    slow = [host for host, bandwidth in best.items() if bandwidth < SLOW_LINK * usual]
+    if len(slow) < len(best):
+        for host in slow:
+            rate = f"at most {8 * best[host] / 1e9:.2f} Gb/s to and from all other hosts"
+            text = f"{firsts[host].host}: {rate}, where {8 * usual / 1e9:.2f} {source}"
+            yield Severity.WARNING, text, "check that host's cable, port and duplex"
+        reached = [pair for pair in reached if not {*slow} & {*_ends(pair)}]
     for pair in reached:
         ends = f"{firsts[pair.source].host} to {firsts[pair.target].host}"
         rate = f"{8 * pair.bandwidth / 1e9:.2f} Gb/s"
         speed = firsts[pair.source].interface_speed
         if pair.bandwidth < SLOW_LINK * usual:
-            source = "of all pairs is usual" if link is None else "the cluster file says"
             yield (
                 Severity.WARNING,
                 f"{ends}: {rate}, where {8 * usual / 1e9:.2f} {source}",
@@ -242,6 +251,14 @@ def _judge_links(
                 f"{ends}: {rate}, where {firsts[pair.source].interface} says {speed / 1e9:.0f} Gb/s",
                 "check what else sends, and the links between; or write what is right into a cluster file (--cluster)",
             )
+
+
+def _ends(pair: PairMeasurement) -> tuple[int, int]:
+    return pair.source, pair.target
+
+
+def _hosts_of(pairs: Sequence[PairMeasurement]) -> list[int]:
+    return sorted({host for pair in pairs for host in _ends(pair)})
 
 
 def _say_versions(facts: Sequence[WorkerHealth], pairs: Sequence[PairMeasurement]) -> str:

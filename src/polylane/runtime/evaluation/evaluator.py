@@ -124,7 +124,7 @@ class Evaluator:
         local_batch, numbers, was_read = self.checks.take(batch, "evaluation", self.cache.sampled)
         if local_batch.is_collated:
             self.checks.refuse_unequal_sizes(local_batch)
-        with self.world.progress.during(Phase.COMPILING):
+        with self.world.progress.during(Phase.EVALUATING):
             bound = self.cache.compiled_for(name, local_batch, training=False, request=request)
         self.local_model.buffers.receive_updates(bound.buffers)
         with (

@@ -87,8 +87,8 @@ class Executor:
     def fit_to_samples(self, samples: int, open_sizes: tuple[int, ...] = ()) -> Executor:
         """Return this executor fitted to batches of one size (and open sizes): its tables, the code for its shares."""
         fitted, program = copy.copy(self), self.program
-        parts, replicas, in_turn = self.microbatches, len(program.replicas), program.takes_turns
-        shares = compute_shares(samples, parts, replicas, program.replica, in_turn)
+        replicas = self.resharder.plan.shares or len(program.replicas)
+        shares = compute_shares(samples, self.microbatches, replicas, program.replica, program.takes_turns)
         share_of = {share.microbatch: share for share in shares if share.weight or not self.is_replica_local}
         fitted.resharder = self.resharder.at_sizes(open_sizes)
         tables = build_tables(program, fitted.resharder, samples, share_of, self.is_batch_sharded, open_sizes)

@@ -138,14 +138,15 @@ class HostBoard:
         if wakes:
             self._wakes.set()
 
-    def end(self, seconds: float) -> None:
-        """Say that this host's workers have ended well, and write no more.
+    def end(self, seconds: float, post: HostPost) -> None:
+        """Say that this host's workers have ended, and write no more.
 
         Args:
             seconds: longest wait for the store.
+            post: the last words.
         """
         with self._lock:
-            self._post = HostPost(has_ended=True)
+            self._post = post
         self._ends.set()
         self._wakes.set()
         self._thread.join(seconds)

@@ -94,8 +94,9 @@ class HostWatch:
         progress = ProgressWriter(memory, world.rank, is_script=is_script)
         name = secrets.token_hex(16)  # that of rank 0 names this start of the training
         card = [*identify_host(), name, os.getpid(), memory.file, memory.stacks]
-        self._tell(make_orders(world.all_gather_object(card), world.rank))
-        return replace(world, progress=progress)
+        self._tell(orders := make_orders(world.all_gather_object(card), world.rank))
+        hosts = {rank: name for name, ranks in orders["hosts"] for rank in ranks} if len(orders["hosts"]) > 1 else {}
+        return replace(world, progress=progress, host_names=tuple(hosts[rank] for rank in sorted(hosts)))
 
     def end(self) -> None:
         """Tell the watching process that this worker has ended well."""
@@ -182,8 +183,8 @@ def watch_host(reader: int, on_hang: OnHang, hang_after: float | None, keep: Kee
             return
         _silence_store()
         joint = JointWatch(board, memories, on_hang, hang_after, keep)
-        if _watch_until_end(pipe, joint, pids, keep):
-            joint.end(END_SECONDS)
+        if (has_ended := _watch_until_end(pipe, joint, pids, keep)) is not None:
+            joint.end(END_SECONDS, has_ended)
 
 
 def _silence_store() -> None:
@@ -196,9 +197,9 @@ def _silence_store() -> None:
     os.close(nowhere)
 
 
-def _watch_until_end(pipe: BinaryIO, watch: HangWatch, pids: Mapping[int, int], keep: Keep) -> bool:
-    """Look at the workers again and again; return whether they have ended well."""
-    has_told = False
+def _watch_until_end(pipe: BinaryIO, watch: HangWatch, pids: Mapping[int, int], keep: Keep) -> bool | None:
+    """Look at the workers again and again; return whether they have ended well, None where this watch ends them."""
+    has_told = has_ended = False
     while not select.select([pipe], [], [], LOOK_SECONDS)[0]:
         gone = [rank for rank, pid in pids.items() if read_state(pid) in ENDED_STATES]
         if gone and not has_told:
@@ -206,19 +207,22 @@ def _watch_until_end(pipe: BinaryIO, watch: HangWatch, pids: Mapping[int, int], 
             if len(gone) < len(pids):
                 sentence = f"rank {gone[0]} (process {pids[gone[0]]}) has ended before the others"
                 keep(watch.report_failure(gone[0], sentence))
-        if len(gone) == len(pids) or not _look(watch.look_at_calls if gone else watch.look, pids):
-            return False
-    has_ended = bool(pipe.readline())
+        if len(gone) == len(pids):
+            break
+        if not _look(watch.look_at_calls if gone else watch.look, pids, watch.spread_seconds):
+            return None
+    else:
+        has_ended = bool(pipe.readline())
     # The others may come to a call that the first worker of the host, which had the pipe, never makes.
     while any(read_state(pid) not in ENDED_STATES for pid in pids.values()):
-        if not _look(watch.look_at_calls, pids):
-            return False
+        if not _look(watch.look_at_calls, pids, watch.spread_seconds):
+            return None
         time.sleep(REST_SECONDS)
     return has_ended
 
 
-def _look(look: Callable[[], None], pids: Mapping[int, int]) -> bool:
-    """Look at the workers; return False once they are to end, which was said."""
+def _look(look: Callable[[], None], pids: Mapping[int, int], spread_seconds: float) -> bool:
+    """Look at the workers; return False once they are to end, which was said so many seconds before."""
     try:
         look()
     except CallsDiffer as error:  # each of them raises it
@@ -226,6 +230,7 @@ def _look(look: Callable[[], None], pids: Mapping[int, int]) -> bool:
         return False
     except WorkerHung as error:
         say_at_once(str(error))
+        time.sleep(spread_seconds)
         for rank in error.ranks:
             with suppress(ProcessLookupError):
                 os.kill(pids[rank], signal.SIGKILL)

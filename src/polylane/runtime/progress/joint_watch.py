@@ -5,7 +5,8 @@ While a worker stands still, every host posts what its workers do (:mod:`.host_b
     the host that judges     verdict ─▶             joins the answers, one sentence ─▶       ends its victims
     every other host                   answer ─▶                                says it too, ends its victims
 
-Where no verdict comes, a host names its own workers by itself. One that the store does not answer says that.
+Where no verdict comes, a host names its own workers by itself. One that the store does not answer says that. A worker
+whose connection has broken asks why: of a host that is silent then nobody waits for more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from polylane.diagnosis.call_order import Parting, choose_first_to_leave
+from polylane.diagnosis.call_order import Parting, choose_first_to_leave, format_ranks
 from polylane.diagnosis.culprit import Finding
 from polylane.diagnosis.host_post import Answer, HangVerdict, HostPost, abbreviate_lines, join_reports, shift_report
 from polylane.diagnosis.judgement import RankRecord, StallJudgement, judge, judge_calls
@@ -35,6 +36,7 @@ LOST_SECONDS = 2.5  # a store that has not answered for longer is not waited for
 UNANSWERED_SECONDS = 1.5  # beyond the patience, before the store is blamed: others may have been told of a cause
 ALONE_SECONDS = 3.0  # wait for a verdict, before a host judges its own workers
 ANSWER_SECONDS = 2.5  # wait for the others' answers to a verdict, and then for its sentence
+ASKED_SECONDS = 5.0  # wait for an answer to a worker that has lost another one: a host is silent after three
 SPREAD_SECONDS = 0.8  # for the others to read the sentence, before this host's workers end
 POLL_SECONDS = 0.05
 
@@ -57,11 +59,13 @@ class JointWatch(HangWatch):
         say: Callable[[str], None] = say_at_once,
     ) -> None:
         super().__init__(memories, on_hang, hang_after, keep, say, board.hosts[board.own].name)
+        self.spread_seconds = SPREAD_SECONDS
         self._place, self._board = board, HostBoard(board, self._observer.least_bound())
         self._is_started = False
         self._followed = dict[int, int]()  # by judging host, its latest verdict that this host knows
         self._count, self._named = 0, dict[int, float]()
         self._alone_since: float | None = None
+        self._asked_since: float | None = None
         self._lost = set[int]()  # hosts of which it was said that they are not heard of
 
     def look(self) -> None:
@@ -89,14 +93,16 @@ class JointWatch(HangWatch):
         self._board.post(HostPost(ranks=records), hurries=True)
         self._decide(heard, workers, records)
 
-    def end(self, seconds: float) -> None:
-        """Tell the other hosts that the workers of this one have ended well.
+    def end(self, seconds: float, is_well: bool = True) -> None:
+        """Tell the other hosts that the workers of this one have ended.
 
         Args:
             seconds: longest wait for the store.
+            is_well: whether they have ended as they should.
         """
         if self._is_started:
-            self._board.end(seconds)
+            post = HostPost(has_ended=True) if is_well else HostPost(ranks=self._records(self._observer.see()))
+            self._board.end(seconds, post)
 
     def _records(self, workers: Mapping[int, SeenWorker]) -> tuple[RankRecord, ...]:
         return tuple(abbreviate_lines(worker.to_record(self._hang_after)) for worker in workers.values())
@@ -123,6 +129,7 @@ class JointWatch(HangWatch):
         self._forget_named((*records, *other_records))
         if not judgement.is_hang:
             self._alone_since = None
+            self._answer_asking(records, other_records)
             self._note_own(judgement.finding, workers)
         elif is_lost or heard.judge == self._place.own or self._has_waited():
             self._lead(judgement, heard, is_lost, workers)
@@ -138,12 +145,29 @@ class JointWatch(HangWatch):
                 silences |= dict.fromkeys(host.ranks, heard.unanswered - UNANSWERED_SECONDS)
             elif post is not None and post.has_ended:
                 continue
-            elif silence > FRESH_SECONDS or post is None:
+            elif silence > FRESH_SECONDS:
                 silences |= dict.fromkeys(host.ranks, silence)
-            elif number in heard.silences:  # what it says nothing of goes on
+                # Whose last words were that they have ended are not lost.
+                records += [record for record in (post.ranks if post else ()) if record.doing is Doing.GONE]
+            elif post is not None and number in heard.silences:  # what it says nothing of goes on
                 record_of = {record.rank: record for record in post.ranks}
                 records += [record_of.get(rank, RankRecord(rank)) for rank in host.ranks]
         return records, silences
+
+    def _answer_asking(self, records: Sequence[RankRecord], other_records: Sequence[RankRecord]) -> None:
+        """Tell workers of this host that have lost another one which have ended, or in time that nothing is known."""
+        if not any(record.asks for record in records):
+            self._asked_since = None
+            return
+        now = time.monotonic()
+        self._asked_since = self._asked_since or now
+        gone = [record.rank for record in other_records if record.doing is Doing.GONE]
+        if not gone and now - self._asked_since < ASKED_SECONDS:
+            return
+        names = {host.name: [rank for rank in host.ranks if rank in gone] for host in self._place.hosts}
+        words = [f"{format_ranks(ranks)} on {name}" for name, ranks in names.items() if ranks]
+        for reader in self._observer.readers.values():
+            reader.tell_ended(" and ".join(words))
 
     def _has_waited(self) -> bool:
         """Return whether this host has waited long enough for a verdict on a hang that it sees itself."""
@@ -167,7 +191,7 @@ class JointWatch(HangWatch):
             return
         self._named |= dict.fromkeys(judgement.victims, time.monotonic())
         self._count += 1
-        verdict = HangVerdict(self._count, judgement.victims, judgement.finding.culprits)
+        verdict = HangVerdict(self._count, judgement.victims, judgement.culprits)
         post = HostPost(ranks=self._records(workers), verdict=verdict)
         if not is_lost:
             self._board.post(post, hurries=True)
@@ -175,12 +199,13 @@ class JointWatch(HangWatch):
         if not is_lost:
             report = join_reports([report, *self._await_answers(verdict.number)])
         sentence = clean_sentence(self._describe(judgement, report, heard, is_lost))  # of others' words, too
-        report = name_hang(report, sentence, judgement.finding.culprits)
+        report = name_hang(report, sentence, judgement.culprits)
         self._keep(report)
         if not is_lost:
             self._board.post(replace(post, verdict=replace(verdict, sentence=report.sentence)), hurries=True)
-            time.sleep(SPREAD_SECONDS)
         self._say_or_end(judgement.victims, report, workers)
+        if not is_lost:  # before the next look posts something else
+            time.sleep(SPREAD_SECONDS)
 
     def _lead_calls(self, parting: Parting) -> None:
         """Give the verdict that calls differ, which needs no answers, and end this host's workers."""
@@ -216,7 +241,7 @@ class JointWatch(HangWatch):
             host_name = self._place.hosts[self._place.own].name
             return describe_unanswered(finding, ranks, hosts, (host_name, self._place.store_name, heard.unanswered))
         silences = {self._place.hosts[host].name: silence for host, silence in heard.silences.items()}
-        return describe_silence(finding, ranks, hosts, silences)
+        return describe_silence(finding, ranks, hosts, silences, judgement.is_lost)
 
     # ---- following ---------------------------------------------------------------------------------------------------
 

@@ -137,6 +137,10 @@ class PageReader:
         """Tell the worker that others make other calls, see :mod:`.script_calls`; "" answers that nothing is known."""
         write_verdict(self._page, {"calls": sentence, "leaves": leaves_first} if sentence else {})
 
+    def tell_ended(self, sentence: str) -> None:
+        """Tell the worker, which has lost another one, whose workers have ended; "" answers that nothing is known."""
+        write_verdict(self._page, {"ended": sentence} if sentence else {})
+
     @property
     def calls(self) -> CallRecord:
         """The last collective calls of the worker's script."""

@@ -4,8 +4,8 @@ a call begins      its number, method and line of the user's go on the page, whe
 calls differ       the watch writes a sentence on the page of every worker (diagnosis/call_order.py)
 a worker waits     its heartbeat wakes the main thread up by a signal, whose handler raises the sentence
 ... in a backend   that runs no Python: the ranks that few others agree with end, and the others raise for that
-a peer is lost     a worker asks the watch why, which knows what the peer's last call was; also where the peer
-                   sent what is no message for this call
+a peer is lost     a worker asks the watch why, which knows what the peer's last call was, and whether its host is
+                   heard of; also where the peer sent what is no message for this call
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import cache, wraps
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch.distributed import GroupMember
 
@@ -46,7 +46,7 @@ R = TypeVar("R")
 # The signal that wakes the main thread of a worker up, sent by another of its threads alone.
 WAKE_SIGNAL = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 
-ANSWER_SECONDS = 3.0  # wait for the watch, which looks four times a second, or hears of other hosts once a second
+ANSWER_SECONDS = 8.0  # wait for the watch, which knows after some seconds that another host is silent
 POLL_SECONDS = 0.02
 LEAVE_SECONDS = 1.0  # wait for the main thread to raise, before the process is ended
 
@@ -103,14 +103,10 @@ class ScriptCalls:
 
     def explain(self, error: Exception) -> Exception:
         """Return why a peer is lost or does something else, as the watch knows it; else the same error."""
-        self._words[END_WORD] |= ASKS  # it answers in any case
-        end = time.monotonic() + ANSWER_SECONDS
-        while (verdict := read_verdict(self._page)) is None and time.monotonic() < end:
-            time.sleep(POLL_SECONDS)
-        self._words[END_WORD] &= HAS_LEFT
-        if verdict and "hung" in verdict:
+        verdict = ask_watch(self._words)
+        if "hung" in verdict:
             return WorkerHung(*verdict["hung"])
-        if not verdict:
+        if "calls" not in verdict:
             return error
         self._has_raised = True
         return CallsDiffer(verdict["calls"])
@@ -136,6 +132,24 @@ class ScriptCalls:
         if self._words[WAIT_WORD] and self._is_inside and not self._has_raised and verdict and "calls" in verdict:
             self._has_raised = True
             raise CallsDiffer(verdict["calls"])
+
+
+def ask_watch(words: memoryview) -> dict[str, Any]:
+    """Return what the watch knows of a peer that this worker has lost; empty where it knows nothing.
+
+    Args:
+        words: the worker's page as words of 8 bytes; empty where nobody watches.
+
+    Returns:
+        By kind: "hung", arguments of :class:`.WorkerHung`; "calls", a sentence; "ended", whose workers have.
+    """
+    page, end = words.cast("B"), time.monotonic() + ANSWER_SECONDS
+    while words and (verdict := read_verdict(page)) is None and time.monotonic() < end:
+        words[END_WORD] |= ASKS  # it answers in any case
+        time.sleep(POLL_SECONDS)
+    if words:
+        words[END_WORD] &= HAS_LEFT
+    return (verdict or {}) if words else {}
 
 
 # ---- the methods that are calls --------------------------------------------------------------------------------------

@@ -45,6 +45,9 @@ class HangWatch:
         host: name of this host, as others know it; "": as its workers do.
     """
 
+    # Seconds from the sentence to the end of those who hang: others may have to read it first.
+    spread_seconds = 0.0
+
     def __init__(
         self,
         memories: Mapping[int, ProgressMemory],

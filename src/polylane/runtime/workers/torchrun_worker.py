@@ -146,15 +146,22 @@ class TorchrunWorker:
                     self._store.set("finished", "")
                 self._store.wait(["finished"], timedelta(seconds=max(self._grace, LINGER_SECONDS)))
 
-    def name_lost_peer(self, seconds: float, loss: str) -> None:
+    def name_lost_peer(self, seconds: float, loss: str, ask: Callable[[], str | None]) -> None:
         """Print which worker of this host died without a word, or what was lost; the first worker of a host prints.
 
         Args:
             seconds: how long to wait for a death: a lost connection may be seen before the end of the process.
             loss: what this worker lost, where no worker of this host died.
+            ask: returns which workers of other hosts have ended, "" where that is not known, and None where somebody
+                else has named what was lost; called where no worker of this host died.
         """
         self._loss = loss
-        self._someone_died.wait(seconds)
+        if not self._someone_died.wait(seconds):
+            if (ended := ask()) is None:
+                with self._naming:
+                    self._has_named = True
+            elif ended:
+                self._loss = f"{ended} ended ({loss})"
         self._name_dead()
         self._name_loss()
 

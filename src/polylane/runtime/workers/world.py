@@ -53,6 +53,7 @@ class World:
         store: store of workers that torchrun started, with entries of this attempt only; None for other workers.
         stop: whether a signal asked the training to end, to be polled after every step.
         progress: where this worker says what it does.
+        host_names: by rank, the name of its host; empty where all are on one, or nobody watches.
 
     Examples:
         >>> import torch, polylane
@@ -75,6 +76,7 @@ class World:
     store: Store | None = field(default=None, compare=False, repr=False)
     stop: StopRequest = field(default_factory=StopRequest, compare=False, repr=False)
     progress: Progress = field(default=UNWATCHED, compare=False, repr=False)
+    host_names: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @classmethod
     def of_started_worker(cls, board: FileStore, rank: int, size: int, stop: StopRequest | None = None) -> World:
