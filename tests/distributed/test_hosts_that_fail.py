@@ -104,7 +104,9 @@ def strike(hosts: Hosts, run: HostRun, how: str, lost: int) -> None:
             assert drop_link() == "DOWN"
 
 
-def check_named(hosts: Hosts, words: list[str], workers: int, folder: Path, how: str, lost: int) -> None:
+def check_named(
+    hosts: Hosts, words: list[str], workers: int, folder: Path, how: str, lost: int, ends: bool = True
+) -> None:
     variables = {} if how == "link" else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with HostRun(hosts, words, workers, environment=variables) as run:
         for number in range(2):
@@ -116,7 +118,7 @@ def check_named(hosts: Hosts, words: list[str], workers: int, folder: Path, how:
         said = find_name(run, 1 - lost, lost)
         print(f"{how} {words}: {seconds:.1f} s: {said and said[0]}")
         assert seconds < NAMED_WITHIN
-        if how == "killed":  # torchrun's own agents may wait longer for one that does not answer
+        if how == "killed" and ends:  # torchrun's own agents may wait longer for one that does not answer
             (ended,) = run.wait(30, [1 - lost])
             assert ended.code == 1
     kept = json.loads((folder / "run" / "why.json").read_text())
@@ -126,7 +128,7 @@ def check_named(hosts: Hosts, words: list[str], workers: int, folder: Path, how:
 @pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_host_that_is_killed_is_named(hosts: Hosts, tmp_path: Path, lost: int) -> None:
     write_files(tmp_path)
-    check_named(hosts, [*POLYLANE, *train_words("data=2", tmp_path)], 1, tmp_path, "killed", lost)
+    check_named(hosts, [*POLYLANE, *train_words("data=2", tmp_path)], 1, tmp_path, "killed", lost, ends=False)
 
 
 PLANS = ("data=4", "data=2,pipeline=2,microbatches=2", "data=2,tensor=2", "script")
@@ -199,7 +201,7 @@ def test_a_host_that_comes_back_goes_on(hosts: Hosts, tmp_path: Path, unbroken: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [1, 0])
-@pytest.mark.parametrize("plan", ["data=4", "auto", "data=2,pipeline=2,microbatches=2"])
+@pytest.mark.parametrize("plan", ["data=4", "pipeline=2,tensor=2,microbatches=2", "data=2,pipeline=2,microbatches=2"])
 def test_the_others_go_on_without_it(hosts: Hosts, tmp_path: Path, unbroken: Path, plan: str, lost: int) -> None:
     """2 hosts of 2 workers, 1 Gb/s between them: one is lost in the middle, and the loss is the unbroken run's."""
     write_files(tmp_path)

@@ -239,10 +239,8 @@ def split_bounds(total: int, parts: int | Sequence[int]) -> list[tuple[int, int]
             proportion to the others, rounded.
     """
     if not isinstance(parts, int):
-        whole = sum(parts)
-        return list(
-            itertools.pairwise((2 * total * n + whole) // (2 * whole) for n in itertools.accumulate(parts, initial=0))
-        )
+        sums = [0, *itertools.accumulate(parts)]
+        return list(itertools.pairwise((2 * total * n + sums[-1]) // (2 * sums[-1]) for n in sums))
     size, extra = divmod(total, parts)
     ends = [part * size + min(part, extra) for part in range(parts + 1)]
     return list(itertools.pairwise(ends))

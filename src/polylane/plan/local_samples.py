@@ -28,10 +28,10 @@ def find_busiest(
         plan, stage, batch: the same arguments as of :func:`local_samples`.
         speed_of: returns the relative speed of some ranks, which wait for each other.
     """
-    devices, whole = plan.stages[stage].devices, sum(plan.shares)
+    devices, total_parts = plan.stages[stage].devices, sum(plan.shares)
     if not plan.shares:
         return devices, local_samples(plan, stage, batch)
     size, samples = len(devices) // len(plan.shares), batch / plan.microbatches
-    replicas = [(devices[size * i : size * (i + 1)], -(-samples * n // whole)) for i, n in enumerate(plan.shares)]
-    ranks, most = max(replicas, key=lambda replica: replica[1] / speed_of(replica[0]))
-    return ranks, int(most)
+    replicas = [(devices[size * i : size * (i + 1)], -(-samples * n // total_parts)) for i, n in enumerate(plan.shares)]
+    ranks, count = max(replicas, key=lambda replica: replica[1] / speed_of(replica[0]))
+    return ranks, int(count)

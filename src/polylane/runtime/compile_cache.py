@@ -147,16 +147,16 @@ class CompileCache:
         # Settings first: they are read from the model as it is now, and may evict graphs of old versions.
         number = self.settings_version = self._versions[purpose].current(self._forget, self._agree)
         form = self._form(purpose, batch, number)
-        place, fitted = self._place(form, batch), None
-        if place is not None:
-            fitted = self._entries[place[0]].fitted.get((batch.samples, place[1], replica_local))
+        location, fitted = self._place(form, batch), None
+        if location is not None:
+            fitted = self._entries[location[0]].fitted.get((batch.samples, location[1], replica_local))
         if fitted is None:
             # Not before: who waits above for others, as in every step, does not compile.
             with self._progress.during(Phase.COMPILING):
-                place = place or self._capture(form, batch)
-                fitted = self._fit(place[0], batch.samples, place[1], replica_local)
-        assert place is not None
-        self._entries.move_to_end(place[0])
+                location = location or self._capture(form, batch)
+                fitted = self._fit(location[0], batch.samples, location[1], replica_local)
+        assert location is not None
+        self._entries.move_to_end(location[0])
         return fitted
 
     def _form(self, purpose: Purpose, batch: Batch, settings: int, graph: CompiledGraph | None = None) -> CacheKey:

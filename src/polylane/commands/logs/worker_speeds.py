@@ -87,8 +87,8 @@ class WorkerSpeeds:
             of_replicas[replica] = min(of_replicas[replica], speed)
         line, shares = self._give_shares(of_replicas), self._plan.shares or (1,) * self._plan.data
         # A microbatch takes as long as the replica that is last; at best all end at once.
-        last = max(share / speed for share, speed in zip(shares, of_replicas, strict=True))
-        gain = last * sum(of_replicas) / sum(shares) if line else 1.0
+        longest = max(share / speed for share, speed in zip(shares, of_replicas, strict=True))
+        gain = longest * sum(of_replicas) / sum(shares) if line else 1.0
         if gain > WORTH:
             words.append(f"--plan {line} gives it fewer samples: up to {gain:.2g} times as fast")
         elif self._plan.shares:

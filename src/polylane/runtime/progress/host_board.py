@@ -143,7 +143,7 @@ class HostBoard:
 
         Args:
             seconds: longest wait for the store.
-            post: the last words.
+            post: what others read of this host from then on: that its workers have ended, and how.
         """
         with self._lock:
             self._post = post

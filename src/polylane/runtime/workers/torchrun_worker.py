@@ -157,11 +157,11 @@ class TorchrunWorker:
         """
         self._loss = loss
         if not self._someone_died.wait(seconds):
-            if (ended := ask()) is None:
+            if (answer := ask()) is None:
                 with self._naming:
                     self._has_named = True
-            elif ended:
-                self._loss = f"{ended} ended ({loss})"
+            elif answer:
+                self._loss = f"{answer} ended ({loss})"
         self._name_dead()
         self._name_loss()
 
