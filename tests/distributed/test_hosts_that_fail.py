@@ -112,7 +112,7 @@ def check_named(
         for number in range(2):
             run.start(number)
         at_work = folder / "run" / "metrics.jsonl"
-        wait_for(lambda: at_work.exists() and at_work.read_text().count("loss") > 8, 90, run)
+        wait_for(lambda: at_work.exists() and at_work.read_text().count("loss") > 4, 90, run)
         strike(hosts, run, how, lost)
         seconds = wait_for(lambda: find_name(run, 1 - lost, lost), 30, run)
         said = find_name(run, 1 - lost, lost)
