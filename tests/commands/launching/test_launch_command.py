@@ -246,6 +246,7 @@ def test_a_batch_script_asks_for_the_plan_s_devices() -> None:
     assert (options["cpus-per-task"], options["time"], options["partition"]) == ("32", "2-00:00:00", "a")
     assert options["requeue"] == "" and options["open-mode"] == "append" and int(options["mem"][:-1]) >= 4 * 6
     assert "--nnodes 2 --nproc-per-node 4 --max-restarts 3" in gpus.text
+    assert "srun --cpus-per-task=32 torchrun" in gpus.text  # since Slurm 22.05 srun does not take over the script's
     cores = read_options(launch("slurm", "--plan", "data=8", "--device", "cpu", "--memory", "5 GB").text)
     assert (cores["nodes"], cores["cpus-per-task"], cores["mem"]) == ("1", "8", "5G") and "gpus-per-node" not in cores
 

@@ -53,9 +53,9 @@ def build_job(request: LaunchRequest) -> ClusterJob:
     grace = _choose_grace(request, state)
     restarts = RESTARTS if request.max_restarts is None else request.max_restarts
     return ClusterJob(
+        request=request,
         name=name,
         command=tuple(_list_words(request, folder, workers, grace, restarts)),
-        hosts=request.hosts,
         workers=workers,
         device=device,
         cpus=workers * (request.cpus or (GPU_CPUS if is_gpu(device) else 1)),
@@ -63,12 +63,7 @@ def build_job(request: LaunchRequest) -> ClusterJob:
         state=state,
         grace=grace,
         restarts=restarts,
-        requeue_code=request.values.get("requeue_code", REQUEUE_CODE),
         mount=_choose_mount(request, folder),
-        image=request.image,
-        volume=request.volume or "runs",
-        queue=request.queue,
-        time=request.time,
     )
 
 

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from polylane.cluster.catalogue import device_presets
 from polylane.cluster.figures import format_size
+from polylane.commands.launching.launch_request import LaunchRequest
 from polylane.errors import format_plural
 
 REQUEUE_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -35,9 +36,9 @@ class ClusterJob:
     """A training on a cluster.
 
     Attributes:
+        request: the options of the command, among them the number of hosts.
         name: a DNS label, short enough for the names that launchers make of it.
         command: words of the command that trains, without what starts it on each host.
-        hosts: number of hosts, all alike.
         workers: number of workers on each host.
         device: "cpu", "gpu" or a device preset.
         cpus: CPU cores of a host.
@@ -45,14 +46,12 @@ class ClusterJob:
         state: what a checkpoint has.
         grace: seconds that a stop signal leaves for a checkpoint.
         restarts: times that the job is restarted after a worker has died.
-        requeue_code: exit code of a run that a signal ended after a checkpoint.
-        mount: folder at which a container has the volume.
-        image, volume, queue, time: options of these names, as :class:`.LaunchRequest` has them.
+        mount: folder at which a container has the volume; "" without a container.
     """
 
+    request: LaunchRequest
     name: str
     command: tuple[str, ...]
-    hosts: int
     workers: int
     device: str
     cpus: int
@@ -60,12 +59,17 @@ class ClusterJob:
     state: CheckpointCost
     grace: int
     restarts: int
-    requeue_code: int = REQUEUE_CODE
-    mount: str = ""
-    image: str | None = None
-    volume: str = ""
-    queue: str | None = None
-    time: str | None = None
+    mount: str
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return self.request.hosts
+
+    @property
+    def requeue_code(self) -> int:
+        """Exit code of a run that a signal ended after a checkpoint."""
+        return int(self.request.values.get("requeue_code", REQUEUE_CODE))
 
     @cached_property
     def has_gpus(self) -> bool:

@@ -89,7 +89,7 @@ def _build_train_job(job: ClusterJob) -> dict[str, Any]:
     }
     jobs = [{"name": CONTAINER, "template": {"spec": {"template": {"spec": pod}}}}]
     trainer = {
-        "image": job.image,
+        "image": job.request.image,
         "command": container["command"],
         "numNodes": job.hosts,
         "numProcPerNode": job.workers,
@@ -101,7 +101,7 @@ def _build_train_job(job: ClusterJob) -> dict[str, Any]:
 
 
 def _build_object(job: ClusterJob, version: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
-    labels = {} if job.queue is None else {"labels": {QUEUE_LABEL: job.queue}}
+    labels = {} if job.request.queue is None else {"labels": {QUEUE_LABEL: job.request.queue}}
     return {"apiVersion": version, "kind": kind, "metadata": {"name": job.name, **labels}, "spec": spec}
 
 
@@ -151,7 +151,7 @@ def _build_container(job: ClusterJob) -> dict[str, Any]:
     limits = {"limits": {f"{vendor}.com/gpu": job.workers}} if job.has_gpus else {}
     return {
         "name": CONTAINER,
-        "image": job.image,
+        "image": job.request.image,
         "command": words,
         "resources": {**limits, "requests": requests},
         "volumeMounts": [{"name": "runs", "mountPath": job.mount}, {"name": "memory", "mountPath": "/dev/shm"}],
@@ -161,6 +161,6 @@ def _build_container(job: ClusterJob) -> dict[str, Any]:
 def _list_volumes(job: ClusterJob) -> list[dict[str, Any]]:
     """Return the volume with the run's folder, and shared memory: a container's own has 64 MB."""
     return [
-        {"name": "runs", "persistentVolumeClaim": {"claimName": job.volume}},
+        {"name": "runs", "persistentVolumeClaim": {"claimName": job.request.volume or "runs"}},
         {"name": "memory", "emptyDir": {"medium": "Memory"}},
     ]

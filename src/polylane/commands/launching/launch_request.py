@@ -28,7 +28,7 @@ class LaunchRequest:
         cpus: CPU cores of a worker; None: eight beside a GPU, else one.
         memory: memory of a host, as text with a unit ("64 GB"); None: an estimate, where there is one.
         image: the container's image; None: the launcher starts no container.
-        volume: name of the volume with the run's folder.
+        volume: name of the volume with the run's folder; None: "runs".
         queue: Slurm's partition, or the local queue of Kueue; None: the cluster's default.
         time: time limit, in the words of Slurm; None: the cluster's default.
         name: name of the job; None: by the run's folder or the program.

@@ -20,13 +20,13 @@ def write_task(job: ClusterJob) -> str:
         resources = {"accelerators": f"{accelerator}:{job.workers}", **resources}
     if job.gibibytes is not None:
         resources["memory"] = f"{job.gibibytes}+"
-    if job.image is not None:
-        resources["image_id"] = f"docker:{job.image}"
+    if job.request.image is not None:
+        resources["image_id"] = f"docker:{job.request.image}"
     resources["job_recovery"] = {"max_restarts_on_errors": job.restarts, "recover_on_exit_codes": [job.requeue_code]}
     task: dict[str, Any] = {"name": job.name, "workdir": ".", "num_nodes": job.hosts, "resources": resources}
-    task["volumes"] = {job.mount: job.volume}
+    task["volumes"] = {job.mount: job.request.volume or "runs"}
     if job.hosts > 1 and not job.has_gpus:  # SkyPilot says how many GPUs a node has, and no number of workers
         task["envs"] = {"PET_NPROC_PER_NODE": str(job.workers)}
-    if job.image is None:
+    if job.request.image is None:
         task["setup"] = "pip install polylane"
     return dump_manifest({**task, "run": f"exec {shlex.join(job.command)}\n"}, job.describe())

@@ -20,8 +20,8 @@ def write_script(job: ClusterJob) -> str:
         "gpus-per-node": job.workers if job.has_gpus else None,
         "cpus-per-task": job.cpus,
         "mem": None if job.gibibytes is None else f"{job.gibibytes}G",
-        "time": job.time,
-        "partition": job.queue,
+        "time": job.request.time,
+        "partition": job.request.queue,
         "open-mode": "append",
         "signal": f"{'B:USR1' if job.hosts > 1 else 'TERM'}@{job.end_seconds}",
     }
@@ -33,7 +33,7 @@ def write_script(job: ClusterJob) -> str:
 def _start_workers(job: ClusterJob) -> list[str]:
     """Return commands of a job on one node: the signal reaches polylane, whose exit code says what to do."""
     return [
-        *_wrap("srun", *map(shlex.quote, job.command)),
+        *_wrap("srun", f"--cpus-per-task={job.cpus}", *map(shlex.quote, job.command)),
         "code=$?",
         f"if [ $code -eq {job.requeue_code} ]; then {REQUEUE}; fi",
         "exit $code",
@@ -53,7 +53,7 @@ def _start_agents(job: ClusterJob) -> list[str]:
         'stop() { stopped=yes; scancel --signal=TERM "$SLURM_JOB_ID"; }',
         "trap stop USR1",
         "",
-        f"srun torchrun {workers} --shutdown-timeout {job.grace} \\",
+        f"srun --cpus-per-task={job.cpus} torchrun {workers} --shutdown-timeout {job.grace} \\",
         f"    {meeting} \\",
         *command[:-1],
         f"{command[-1]} &",
