@@ -8,7 +8,7 @@ from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.plan.fixed_keys import parse_auto
 from polylane.plan.plan import AnyPlan, Plan
-from polylane.plan.spec import parse
+from polylane.plan.plan_file import load_or_parse
 from polylane.probe.machine import running_cluster
 from polylane.runtime.transport.shared_memory.rendezvous import host_identity
 from polylane.runtime.workers.world import World
@@ -22,7 +22,8 @@ def resolve_plan(world: World, problem: TrainingProblem, plan: str | AnyPlan) ->
     Args:
         world: the process group of all workers.
         problem: the model, its data and its losses; "auto" takes problems of one loss only.
-        plan: a plan in one line, parsed or as text, a complete plan, or "auto"; "auto,data=2" has keys that are kept.
+        plan: a plan in one line, parsed or as text, a complete plan, its file, or "auto"; "auto,data=2" has keys that
+            are kept.
 
     Raises:
         PolylaneError: the plan cannot be parsed; or, on every worker alike, there are several hosts or several losses,
@@ -30,7 +31,7 @@ def resolve_plan(world: World, problem: TrainingProblem, plan: str | AnyPlan) ->
     """
     fixed = parse_auto(plan)
     if fixed is None:
-        return parse(plan) if isinstance(plan, str) else plan
+        return load_or_parse(plan) if isinstance(plan, str) else plan
     if len(names := list(problem.objectives)) > 1:
         raise PolylaneError(
             f"plan auto compares steps of one loss, not of {len(names)} ({', '.join(names)}): say which plan"
@@ -54,6 +55,6 @@ def _check_one_host(world: World) -> None:
     if count > 1:
         raise PolylaneError(
             f"plan auto knows one host, and these {world.size} workers are on {count}: describe the hosts and their "
-            "links in a cluster file (polylane probe -o cluster.yaml measures one of them), let polylane plan RECIPE "
-            "--cluster cluster.yaml -o plan.yaml choose, and give plan.yaml as the plan"
+            "links in a cluster file (polylane probe -o cluster.yaml, started on all of them, writes one), let "
+            "polylane plan RECIPE --cluster cluster.yaml -o plan.yaml choose, and give plan.yaml as the plan"
         )

@@ -68,9 +68,9 @@ def parallelize(
         optimizer: a torch.optim optimizer over the model's parameters; or a function that builds one from (name,
             parameter) pairs; or one for each loss. It steps on the parameters, or shards of them, that a worker holds.
         example: a batch that has the structure and, unless ``batch_size`` is given, the size of the training batches.
-        plan: a line such as ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, a ``polylane.plan.plan.Plan``,
-            or ``"auto"``: rank 0 measures the model on the example and chooses the plan that is predicted to be the
-            fastest on all workers. "auto" supports one loss, and workers on one host.
+        plan: a line such as ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, the path of a plan file, a
+            ``polylane.plan.plan.Plan``, or ``"auto"``: rank 0 measures the model on the example and chooses the plan
+            that is predicted to be the fastest on all workers. "auto" supports one loss, and workers on one host.
         scheduler: function that builds a learning-rate scheduler from the optimizer. It is stepped after every step;
             leave it out to step a scheduler yourself.
         metrics: ``metrics(model, batch)``, a dict of what ``polylane.Job.evaluate_dataset`` returns, by name.

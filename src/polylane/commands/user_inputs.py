@@ -108,11 +108,9 @@ def read_plan(text: str) -> AnyPlan:
     Raises:
         PolylaneError: a key or value is wrong; the message names it.
     """
-    if not text.endswith((".yaml", ".yml")) and not (text.strip() and os.path.exists(text)):
-        return specs.parse(text)
-    from polylane.plan import plan_file as plans
+    from polylane.plan.plan_file import load_or_parse
 
-    return plans.load(text)
+    return load_or_parse(text)
 
 
 def check_positive(option: str, value: float | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pydantic
 
 from polylane.errors import PolylaneError, format_value
 from polylane.plan.options import OPTIONS
-from polylane.plan.plan import Plan
+from polylane.plan.plan import AnyPlan, Plan
+from polylane.plan.spec import parse as parse_line
 from polylane.plan.stage import Fingerprint, Stage
 from polylane.plan.sync import SyncOptions
 from polylane.yaml_file import FileForm, StrictMapping, error_sentence, first_error, parse, read
@@ -73,6 +75,21 @@ def load(path: str | Path) -> Plan:
         2
     """
     return _validate(read(path, "plan"), str(path))
+
+
+def load_or_parse(text: str) -> AnyPlan:
+    """Read the plan that a user names: a file, or one line.
+
+    Raises:
+        PolylaneError: a key or value is wrong, or the file cannot be read; the message names it.
+
+    Examples:
+        >>> from polylane.plan import plan_file
+        >>> plan_file.load_or_parse("data=2,pipeline=2").workers
+        4
+    """
+    is_file = text.endswith((".yaml", ".yml")) or (bool(text.strip()) and os.path.exists(text))
+    return load(text) if is_file else parse_line(text)
 
 
 def parse_plan(text: str, name: str) -> Plan:

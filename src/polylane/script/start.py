@@ -19,7 +19,7 @@ from polylane.errors import PolylaneError, format_plural
 from polylane.output import say_at_once
 from polylane.plan.fixed_keys import parse_auto
 from polylane.plan.plan import AnyPlan
-from polylane.plan.spec import parse
+from polylane.plan.plan_file import load_or_parse
 from polylane.probe.machine import available_memory
 from polylane.runtime.workers.launch_environment import is_launched
 from polylane.runtime.workers.world import World
@@ -40,7 +40,7 @@ def read_plan(plan: str | AnyPlan, world: World, is_alone: bool = False) -> str 
     """Return a script's plan, read from its line; one that is to be found stays as it is.
 
     Args:
-        plan: a plan in one line, a plan, or "auto".
+        plan: a plan in one line, a plan, its file, or "auto".
         world: this worker among all workers.
         is_alone: whether one worker may compute what the plan gives to several.
 
@@ -50,7 +50,7 @@ def read_plan(plan: str | AnyPlan, world: World, is_alone: bool = False) -> str 
     """
     if isinstance(plan, str) and parse_auto(plan) is not None:
         return plan
-    fixed = parse(plan) if isinstance(plan, str) else plan
+    fixed = load_or_parse(plan) if isinstance(plan, str) else plan
     if fixed.processes != world.size and not (is_alone and world.size == 1):
         count = fixed.processes
         raise PolylaneError(
@@ -92,7 +92,7 @@ def start_script(
     optimizer: Any = optimizers[0] if len(optimizers) == 1 else list(optimizers)
     with torch.enable_grad():
         of_tape = build_objectives(replay_tape, optimizer, None)
-        fixed = parse(plan) if isinstance(plan, str) and parse_auto(plan) is None else plan
+        fixed = load_or_parse(plan) if isinstance(plan, str) and parse_auto(plan) is None else plan
         planned_parts = 1 if isinstance(fixed, str) else max(fixed.data, fixed.microbatches or 1)
 
         def compile_layout(layout: TapeLayout, must_divide: bool = False) -> tuple[TrainingProblem, CompiledTraining]:
