@@ -20,7 +20,7 @@ WORKERS := tests/equivalence tests/runtime tests/planner tests/auto tests/script
 
 .DEFAULT_GOAL := help
 .PHONY: help package install quick test test-workers test-alone test-all mutants fuzz check docs pictures demo bench bench-choosing \
-	bench-tensor bench-balance bench-planner bench-scale bench-published bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths \
+	bench-tensor bench-balance bench-planner bench-scale bench-published bench-transport bench-hosts bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths \
 	bench-checkpoints bench-audit bench-prepared bench-recordings bench-scripts bench-observing bench-batches trainings zoo gpu gpus chaos clean
 
 help: ## Show this list
@@ -112,6 +112,9 @@ bench-balance: $(INSTALLED) ## Stages of unequal cost
 
 bench-transport: $(INSTALLED) ## Shared memory against gloo
 	@$(BIN)/python -m benchmarks.speed.transport $(ARGS)
+
+bench-hosts: $(INSTALLED) ## What pays between two hosts over a slow link; needs root
+	@$(BIN)/python -m benchmarks.speed.hosts $(ARGS)
 
 bench-sync: $(INSTALLED) ## Every way in which replicas agree
 	@$(BIN)/python -m benchmarks.speed.sync $(ARGS)

@@ -18,6 +18,7 @@ from benchmarks.zoo.packages import load_torchvision
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Action, ActionKind
 from tests.support import subsets
+from tests.support.hosts import Hosts
 
 
 def test_control_groups_of_either_version(tmp_path: Path) -> None:
@@ -64,6 +65,8 @@ def test_every_benchmark_has_a_command_line(
     assert "--quick" in known or module == "published"  # which measures nothing
 
 
+NO_HOSTS = Hosts.why_not()
+NEEDS_HOSTS = [slow, pytest.mark.skipif(bool(NO_HOSTS), reason=f"no hosts can be made: {NO_HOSTS}")]
 # Arguments of the shortest run of each, and what it prints.
 QUICK = [
     pytest.param("overhead.observing", [], r"digits by data=2: steps of .* observed: ", marks=slow, id="observing"),
@@ -77,6 +80,7 @@ QUICK = [
     pytest.param(
         "overhead.lengths", ["--plans", "data=1"], r"\| polylane data=1 \| [\d.]+ \|", marks=slow, id="lengths"
     ),
+    pytest.param("speed.hosts", ["--tasks", "mlp"], r"10 plans: median error [\d.]+%", marks=NEEDS_HOSTS, id="hosts"),
     pytest.param("overhead.host_time", [], r"\| data=2 \| bucket, launched \| 1 \| \d+ \|", marks=slow, id="host_time"),
     pytest.param("memory.laws", [], r"\| 1f1b \| 2, 1 \| ([\d.]+ MiB) \| \1 \|", marks=slow, id="memory_laws"),
     pytest.param("memory.limit", [], r"\* by this plan: trains", marks=slow, id="memory_limit"),

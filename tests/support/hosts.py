@@ -141,13 +141,8 @@ class Hosts:
             count: how many.
             rate: of every link, in each direction, as ``tc`` takes it, such as "1gbit"; None: what the machine can.
         """
-        if sys.platform != "linux":
-            return "this is not Linux"
-        if os.geteuid() != 0:
-            return "only root may make them"
-        for command in ("ip", "tc"):
-            if shutil.which(command) is None:
-                return f"there is no command {command} (of iproute2)"
+        if reason := cls.why_not():
+            return reason
         try:
             *made, middle = (Namespaces.make(name) for name in (*host_names(count), "middle"))
             hosts = cls(tuple(made), middle)
@@ -155,6 +150,16 @@ class Hosts:
         except OSError as error:
             return str(error)
         return hosts
+
+    @staticmethod
+    def why_not() -> str:
+        """Return why hosts cannot be made here, as far as it is seen without trying; "" if nothing is in the way."""
+        if sys.platform != "linux":
+            return "this is not Linux"
+        if os.geteuid() != 0:
+            return "only root may make them"
+        missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
+        return f"there is no command {missing[0]} (of iproute2)" if missing else ""
 
     def _connect(self, rate: str | None) -> None:
         self.middle.run("ip link set lo up")
