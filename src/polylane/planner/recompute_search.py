@@ -17,7 +17,7 @@ from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import BUDGET, MODES, NONE, format_recompute
 from polylane.planner.problem import fit_to_meshes
-from polylane.planner.ranked_plan import RankedPlan, weigh
+from polylane.planner.ranked_plan import RankedPlan, price_plan, weigh
 from polylane.planner.search import SearchResult
 from polylane.planner.uniform_plans import RatedPlan
 
@@ -78,7 +78,32 @@ def _realize_mode(
             fitting.append(realized_plan)
         else:
             too_large.append(replace(realized_plan.candidate, peak_bytes=float(realized_plan.peak_bytes)))
+    if too_large and not fitting:
+        fitting = _realize_smaller(basis, answer, mode, max_plans)
     return sorted(fitting, key=_weigh), too_large
+
+
+def _realize_smaller(basis: CostModel, answer: SearchResult, mode: str, max_plans: int) -> list[RankedPlan]:
+    """Return plans with smaller microbatches than the best, where none of these fits as the runtime recomputes.
+
+    Of those that divide model and workers alike, the one with the largest microbatches that fit.
+    """
+    tried = {ranked.candidate.division: 0 for ranked in answer.ranked_plans}
+    for ranked_plan in answer.ranked_plans:
+        division, count = ranked_plan.candidate.division, ranked_plan.candidate.microbatches
+        tried[division] = max(count, tried[division])
+    fitting = list[RankedPlan]()
+    for candidate in sorted(answer.fitting_candidates, key=lambda candidate: candidate.microbatches):
+        if len(fitting) == max_plans:
+            break
+        if candidate.microbatches <= tried.get(candidate.division, candidate.microbatches):
+            continue
+        ranked_plan = price_plan(answer.estimates, candidate).simulate()
+        realized_plan = _realize(basis, ranked_plan, _say(ranked_plan, mode).plan, answer)
+        if realized_plan.peak_bytes <= candidate.memory_limit:
+            fitting.append(realized_plan)
+            del tried[candidate.division]  # with more microbatches it is slower
+    return fitting
 
 
 def _keep_fitting(answer: SearchResult, fitting: Sequence[RankedPlan], too_large: Sequence[RatedPlan]) -> SearchResult:

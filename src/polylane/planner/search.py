@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +32,8 @@ SURE = 0.85
 # How many of the best estimates are predicted exactly; fewer once their schedules add up to this many passes.
 FINALISTS = 12
 PASSES = 15_000
+# Plans that differ in microbatches alone, of which so many are predicted exactly.
+_OF_A_KIND = 3
 # Plans that shard operators along both axes are rated only for this many rank counts, the best of single-axis plans.
 BOTH_AXES = 1
 # Plans are skipped if their lower bound exceeds the best time by this factor and their family has a plan already.
@@ -152,7 +155,7 @@ def _search(
     candidates = [c for c in candidates if wish.fixed.allows(c.meshes, c.microbatches, max_workers) and keep(c)]
     fitting = sorted((c for c in candidates if c.fits), key=_weighted_estimate)
     excluded = [c for c in candidates if not c.fits]
-    exact, too_big = _exact(estimates, _drop_near_duplicates(fitting), wish, finalists, tick) if finalists else ([], {})
+    exact, too_big = _exact(estimates, fitting, wish, finalists, tick) if finalists else ([], {})
     exact.sort(key=lambda f: weigh(f.candidate, f.prediction.seconds))
     exact[:1] = [simulate_runner_up(estimates, best) for best in exact[:1]]
     excluded = sorted([*excluded, *too_big.values()], key=lambda c: c.seconds)
@@ -169,19 +172,29 @@ def _exact(
 ) -> tuple[list[RankedPlan], dict[int, RatedPlan]]:
     """Predict the best candidates exactly; return them, and by id() those that turn out not to fit.
 
-    At least the plans that are wanted if that many fit; more as long as that is little work.
+    At least the plans that are wanted if that many fit; more as long as that is little work. Of plans that differ in
+    microbatches alone the three best that fit, so that finalists are diverse.
     """
     ranked_plans, too_big, passes, top = list[RankedPlan](), dict[int, RatedPlan](), 0, wish.plan_count
+    tried: Counter[object] = Counter()
+    # What does not fit fits even less in fewer microbatches, which are larger.
+    fewest: dict[object, int] = {}
     for candidate in candidates:
+        kind = candidate.division
+        if tried[kind] == _OF_A_KIND or candidate.microbatches < fewest.get(kind, 0):
+            continue
         enough = passes > PASSES or len(ranked_plans) >= max(finalists, 2 * top)
         if len(ranked_plans) >= top and (enough or len(too_big) >= finalists):
             break
         tick("simulated", len(ranked_plans) + len(too_big))
         # The estimate's memory is a bound of the search; only the prediction's peak decides.
         priced = _price_where_it_fits(estimates, candidate, wish)
+        if priced.peak_bytes <= candidate.memory_limit:
+            tried[kind] += 1
         if not _can_run(priced, wish):
             continue
         if priced.peak_bytes > candidate.memory_limit:
+            fewest[kind] = max(candidate.microbatches, fewest.get(kind, 0))
             too_big[id(candidate)] = replace(candidate, peak_bytes=float(priced.peak_bytes))
             continue
         ranked_plan = priced.simulate()
@@ -237,18 +250,6 @@ def _with_fixed_schedule(candidates: Sequence[RatedPlan], wish: SearchRequest, m
 
 def _weighted_estimate(candidate: RatedPlan) -> float:
     return weigh(candidate, candidate.seconds)
-
-
-def _drop_near_duplicates(candidates: Sequence[RatedPlan]) -> list[RatedPlan]:
-    """Keep only the three best of plans that differ in microbatches alone, so that finalists are diverse."""
-    counts: dict[object, int] = {}
-    distinct_plans = []
-    for candidate in candidates:
-        key = (candidate.meshes, candidate.stage_of_piece, candidate.sync.shard, candidate.takes_turns)
-        counts[key] = counts.get(key, 0) + 1
-        if counts[key] <= 3:
-            distinct_plans.append(candidate)
-    return distinct_plans
 
 
 class _UniformSearch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -59,6 +59,11 @@ class RatedPlan:
     def turns(self) -> tuple[int, ...]:
         """Number of replicas of every stage, where they take turns; else empty."""
         return tuple(mesh.data for mesh in self.meshes) if self.takes_turns else ()
+
+    @property
+    def division(self) -> tuple[Hashable, ...]:
+        """How the plan divides the model and the workers; plans that have the same differ in microbatches alone."""
+        return self.meshes, self.stage_of_piece, self.sync.shard, self.takes_turns
 
     @property
     def workers(self) -> int:
