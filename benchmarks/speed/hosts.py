@@ -8,6 +8,7 @@ train, for the same time, from the same weights.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -26,7 +27,7 @@ import polylane
 from benchmarks.harness import make_parser
 from polylane.recipe import load
 from polylane.runtime.workers.launch_environment import Launch
-from tests.support.hosts import Hosts
+from tests.support.hosts import HostRun, Hosts
 
 # The first ones have the numbers of one device, the others a rule of their own.
 ALONE = "data=1"
@@ -79,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"no hosts can be made: {hosts}")
     with closing(hosts), tempfile.TemporaryDirectory() as folder:
         cluster = Path(folder) / "cluster.yaml"
-        said = hosts.run_torchrun(["-m", "--", "polylane", "probe", "-o", str(cluster)], 1, 300.0)
-        print(said[0].stdout.strip(), flush=True)
+        words = ["-m", "--", "polylane", "probe", "-o", str(cluster)]
+        print(run_on_hosts(hosts, words, 300.0), flush=True)
         for name in options.tasks:
             print(f"\n{name}, {options.rate}\n{measure(hosts, TASKS[name], cluster, options)}", flush=True)
 
@@ -112,16 +113,30 @@ def measure_alone(hosts: Hosts, request: dict[str, Any]) -> Measured:
 def measure_on_hosts(hosts: Hosts, request: dict[str, Any]) -> Measured:
     """Return what is measured in one worker on each host."""
     limit = 120.0 + len(request["plans"]) * request["rounds"] * (request["seconds"] + 15)
-    outputs = hosts.run_torchrun(["-m", "benchmarks.speed.hosts", "--worker", json.dumps(request)], 1, limit)
+    run_on_hosts(hosts, ["-m", "benchmarks.speed.hosts", "--worker", json.dumps(request)], limit)
+    return dict(json.loads(Path(request["out"]).read_text()))
+
+
+def run_on_hosts(hosts: Hosts, words: list[str], seconds: float) -> str:
+    """Run a command in a worker on each host; return what the first one prints. A host has a core of its own."""
+    all_cores = os.sched_getaffinity(0)
+    with HostRun(hosts, words, 1) as run:
+        for number in range(len(hosts.hosts)):
+            os.sched_setaffinity(0, {sorted(all_cores)[number % len(all_cores)]})  # what is started inherits it
+            run.start(number)
+        os.sched_setaffinity(0, all_cores)
+        outputs = run.wait(seconds)
     if any(output.code for output in outputs):
         sys.exit("\n".join(output.stderr for output in outputs))
-    return dict(json.loads(Path(request["out"]).read_text()))
+    return outputs[0].stdout.strip()
 
 
 def call(*words: str) -> str:
     """Run a command of polylane and return what it prints."""
-    command = [sys.executable, "-m", "polylane", *words]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+    process = subprocess.run([sys.executable, "-m", "polylane", *words], capture_output=True, text=True)
+    if process.returncode:
+        sys.exit(process.stderr)
+    return process.stdout
 
 
 def table(predicted: dict[str, float], measured: Measured, chosen: str) -> str:

@@ -53,3 +53,15 @@ def test_what_does_not_fit_is_recomputed_as_little_as_needed(share: float) -> No
 def test_a_mode_that_is_asked_for_is_kept() -> None:
     answer = found(1e15, fixed=NONE)
     assert {each.plan.recompute for each in answer.ranked_plans} == {NONE}
+
+
+def test_what_is_said_not_to_fit_does_not_fit_in_the_smallest_microbatches_either() -> None:
+    """The search estimates less than the runtime keeps: finalists may turn out too large."""
+    basis = planning_graphs.basis(planning_graphs.blocks(8, 256), "1:a100-80g")
+    best = found(1e15, fixed="full").ranked_plans[0]
+    smallest = best.plan.model_copy(update={"microbatches": BATCH // 16})
+    peak_bytes = max(stage.memory.total for stage in predict(basis, best.partition, smallest, BATCH).stages)
+    for share in (1.02, 1.1, 1.3):
+        answer = found(share * peak_bytes, fixed="full")
+        assert answer.ranked_plans, f"a plan needs {peak_bytes:,} bytes, and nothing fits into {share} of that"
+        assert peak(answer) <= share * peak_bytes

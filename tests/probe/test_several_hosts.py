@@ -49,14 +49,16 @@ def worker(rank: int, host: str, seconds: float = 1.0) -> WorkerHealth:
 
 def test_workers_are_grouped_by_host() -> None:
     hosts = group_workers([worker(0, "x"), worker(1, "x"), worker(2, "y")], ["cpu"] * 3)
-    assert hosts == [HostWorkers("x", "x", range(2), ("cpu", 2)), HostWorkers("y", "y", range(2, 3), ("cpu", 2))]
+    assert hosts == [HostWorkers("x", "x", range(2), "cpu", 2), HostWorkers("y", "y", range(2, 3), "cpu", 2)]
     with pytest.raises(PolylaneError, match="x has the ranks 0, 2: a cluster file numbers devices host by host"):
         group_workers([worker(0, "x"), worker(1, "y"), worker(2, "x")], ["cpu"] * 3)
 
 
 def test_a_slow_device_has_a_speed_beside_those_of_its_kind() -> None:
-    facts = [worker(0, "x", 1.0), worker(1, "x", 1.0), worker(2, "y", 1.1), worker(3, "y", 2.0), worker(4, "z", 9.0)]
-    kinds = ["cpu"] * 4 + ["another cpu"]
+    times = {"x": (1.0, 1.0), "y": (1.1, 2.0), "z": (9.0, 9.0)}
+    rows = [(host, seconds) for host, pair in times.items() for seconds in pair]
+    facts = [worker(rank, host, seconds) for rank, (host, seconds) in enumerate(rows)]
+    kinds = ["cpu"] * 4 + ["another cpu"] * 2
     assert find_speeds(group_workers(facts, kinds), facts) == {3: 0.5}
 
 

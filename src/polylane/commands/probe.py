@@ -43,8 +43,6 @@ def run(request: ProbeRequest, effort: Effort | None = None) -> None:
     output, workers = request.output, request.workers
     if output is None and not request.recipes:
         raise PolylaneError("nothing to measure: give -o FILE for this machine, or --profile RECIPE for a recipe")
-    import torch
-
     from polylane.probe.machine import check_workers, usual_workers
     from polylane.runtime.workers.launch_environment import Launch
     from polylane.runtime.workers.threads import limit_to_one_thread
@@ -52,12 +50,11 @@ def run(request: ProbeRequest, effort: Effort | None = None) -> None:
     launch = Launch.of_process()
     if output is not None and launch.is_first:
         _check_writable(output)
-    threads = torch.get_num_threads()
     limit_to_one_thread()
     if launch.size > 1:
         _refuse_of_launcher(request, launch)
         assert output is not None
-        measured = _hosts(output, launch, effort, threads, request.json)
+        measured = _hosts(output, launch, effort, request.json)
         if request.json and launch.is_first:
             print_json(measured)
         return
@@ -87,7 +84,7 @@ def _refuse_of_launcher(request: ProbeRequest, launch: Launch) -> None:
         )
 
 
-def _hosts(output: Path, launch: Launch, effort: Effort | None, threads: int, json: bool) -> dict[str, Any]:
+def _hosts(output: Path, launch: Launch, effort: Effort | None, json: bool) -> dict[str, Any]:
     """Measure all hosts; rank 0 writes the cluster file. Return the figures as plain data."""
     from polylane.probe.effort import thorough
     from polylane.probe.machine import accelerators
@@ -97,7 +94,7 @@ def _hosts(output: Path, launch: Launch, effort: Effort | None, threads: int, js
     start, watch = time.perf_counter(), LoadWatch()
     with closing(_Display(None)) as display:
         effort = effort or thorough("cuda" if accelerators() else "cpu")
-        measured = measure_hosts(launch, effort, threads, display)
+        measured = measure_hosts(launch, effort, display if launch.is_first else lambda activity, parts: None)
     load, slowest = watch.read(), measured.slowest_pair()
     ends = [measured.hosts[slowest.source].name, measured.hosts[slowest.target].name]
     rates = [pair.bandwidth for pair in measured.pairs]
@@ -113,7 +110,7 @@ def _hosts(output: Path, launch: Launch, effort: Effort | None, threads: int, js
         )
         for rank, speed in cluster.speeds.items():
             name = next(host.name for host in measured.hosts if rank in host.ranks)
-            print(f"rank {rank} on {name} computes {speed:g} times as fast as the first device of its kind")
+            print(f"rank {rank} on {name} computes {speed:g} times as fast as the host that stands for its kind")
         print_line(f"{output} is written, in {seconds:.0f} s")
     return {
         "file": str(output),

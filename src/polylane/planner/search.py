@@ -176,9 +176,8 @@ def _exact(
     microbatches alone the three best that fit, so that finalists are diverse.
     """
     ranked_plans, too_big, passes, top = list[RankedPlan](), dict[int, RatedPlan](), 0, wish.plan_count
-    tried: Counter[object] = Counter()
-    # What does not fit fits even less in fewer microbatches, which are larger.
-    fewest: dict[object, int] = {}
+    # What does not fit fits even less in fewer microbatches, which are larger: they are not tried.
+    tried, fewest = Counter[object](), dict[object, int]()
     for candidate in candidates:
         kind = candidate.division
         if tried[kind] == _OF_A_KIND or candidate.microbatches < fewest.get(kind, 0):

@@ -17,7 +17,7 @@ from polylane.cluster.link import Link
 from polylane.probe import fit_device, fit_link
 from polylane.probe.fit_device import FitErrors
 from polylane.probe.link_speed import TimedTraffic
-from polylane.probe.machine import available_memory, cores, cpu_name, find_preset
+from polylane.probe.machine import available_memory, cpu_name, find_preset, shared_cores
 from polylane.probe.measure import Accelerator, WorkerMeasurements
 from polylane.profiling.machine_load import MachineLoad
 
@@ -74,10 +74,8 @@ def conclude(data: WorkerMeasurements, workers: int) -> MeasuredMachine:
         off = statistics.median(errors), max(errors)
     fields: dict[str, Any]
     if data.gpu is None:
-        device, fields = (
-            _cpu_device(data, workers),
-            {"cores": max(1, cores() // data.threads), "contention": data.contention},
-        )
+        device = _cpu_device(data, workers)
+        fields = {"cores": shared_cores(workers), "contention": data.contention}
     else:
         device, fields = _gpu_device(data, data.gpu), {}
         link = link and link.model_copy(update={"cpu": 0.0})  # the CPU time measured was busy waiting

@@ -105,16 +105,8 @@ def traffic_worlds(workers: int) -> list[int]:
     return sorted({roomy, workers}) if workers > 1 else []
 
 
-def measure_machine(
-    workers: int, effort: Effort, tick: Told = lambda activity, parts: None, threads: int | None = None
-) -> WorkerMeasurements:
+def measure_machine(workers: int, effort: Effort, tick: Told = lambda activity, parts: None) -> WorkerMeasurements:
     """Measure this machine with ``workers`` processes, which are started for it and take turns.
-
-    Args:
-        workers: as many as will train here; they may be more than the cores.
-        effort: how much is measured, and for how long.
-        tick: called with what is measured, and how many parts of it are done.
-        threads: of each; None: its share of the cores.
 
     Raises:
         PolylaneError: fewer than one worker, or more than the machine can run.
@@ -123,7 +115,7 @@ def measure_machine(
     check_workers(workers)
     limit_to_one_thread()
     start = partial(start_workers, start_method=choose_start_method())
-    measurements = start(partial(_worker, effort, threads), workers, _relay(tick))[0]
+    measurements = start(partial(_worker, effort), workers, _relay(tick))[0]
     assert measurements is not None
     between = [start(partial(_traffic_worker, effort), count, _relay(tick))[0] for count in traffic_worlds(workers)]
     if not between:
@@ -153,12 +145,10 @@ def _traffic_worker(effort: Effort, context: WorkerContext) -> TransportMeasurem
     return TransportMeasurements(tuple(timed), sums)
 
 
-def _worker(effort: Effort, threads: int | None, context: WorkerContext) -> WorkerMeasurements | None:
+def _worker(effort: Effort, context: WorkerContext) -> WorkerMeasurements | None:
     """Run one worker: the first one measures the device, and how much copies of a model slow each other."""
     if context.rank:
         return None
-    if threads is not None:
-        torch.set_num_threads(threads)
     device, workers = context.device, context.world.size
     if device.type == "cpu":
         allocator.retain_freed_memory()  # as every worker of a training does

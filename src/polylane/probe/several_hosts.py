@@ -46,6 +46,9 @@ _TRANSFER_SECONDS = 0.15  # of the largest message that is measured, so that a s
 _ALL_SHARE = 0.95  # of the sum of what workers reach alone, from which on they do not share a card
 
 
+Kind = tuple[str, int, int]
+
+
 @dataclass(frozen=True)
 class HostWorkers:
     """One host and its workers.
@@ -54,13 +57,20 @@ class HostWorkers:
         name: what the host calls itself.
         address: at which others reach it.
         ranks: of its workers, one after the other.
-        kind: of its devices, with the number of cores.
+        device: name of its devices.
+        cores: how many of them its workers may use.
     """
 
     name: str
     address: str
     ranks: range
-    kind: tuple[str, int]
+    device: str
+    cores: int
+
+    @property
+    def kind(self) -> Kind:
+        """What hosts that are measured once have in common: devices, cores, and the number of workers."""
+        return self.device, self.cores, len(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -103,32 +113,30 @@ class MeasuredHosts:
         return "\n".join([*lines, cluster_file.dump(self.cluster)])
 
 
-def measure_hosts(
-    launch: Launch, effort: Effort, threads: int, tick: Told = lambda activity, parts: None
-) -> MeasuredHosts:
+def measure_hosts(launch: Launch, effort: Effort, tick: Told) -> MeasuredHosts:
     """Measure all hosts of a launcher's workers, and the links between them; a collective of the workers.
 
     Args:
         launch: which worker this is.
         effort: how much is measured, and for how long.
-        threads: of each worker, as the launcher has set them.
         tick: called with what is measured, and how many parts of it are done.
 
     Raises:
-        PolylaneError: the workers do not meet, a host does not reach another, or ranks are not numbered host by host.
+        PolylaneError: the workers do not meet or are all on one host, a host cannot be measured or does not reach
+            another, or ranks are not numbered host by host.
         WorkerFailed: a worker that a host started for its measurement raised an error or died.
     """
     meeting = Meeting(launch)
     facts = [WorkerHealth.from_dict(data) for data in meeting.exchange(collect_facts(launch, None).to_dict())]
     hosts = group_workers(facts, meeting.exchange(device_kind()))
-    number = next(index for index, host in enumerate(hosts) if launch.rank in host.ranks)
-
-    def measure_itself() -> MeasuredMachine:
-        workers = len(hosts[number].ranks)
-        return conclude(measure_machine(workers, effort, tick, threads), workers)
-
-    speaks_for = number if launch.local_rank == 0 else None
-    machines = _measure_machines(meeting, hosts, speaks_for, measure_itself, tick if launch.is_first else None)
+    if len(hosts) == 1:
+        raise PolylaneError(
+            f"all {launch.size} workers are on {hosts[0].name}: start polylane probe without {launch.launcher}, which "
+            "is for several hosts"
+        )
+    # Of each host the first worker speaks.
+    speaks_for = next((index for index, host in enumerate(hosts) if launch.rank == host.ranks[0]), None)
+    machines = _measure_machines(meeting, hosts, speaks_for, effort, tick)
     facts = meeting.measure_speeds(facts)
     tick("links between hosts", 1)
     pairs = meeting.measure_pairs([host.address for host in hosts], speaks_for)
@@ -166,7 +174,7 @@ def group_workers(facts: Sequence[WorkerHealth], kinds: Sequence[str]) -> list[H
                 f"{leader.host} has the ranks {listed}: a cluster file numbers devices host by host; start with "
                 "torchrun, or srun --distribution=block"
             )
-        hosts.append(HostWorkers(leader.host, leader.address, ranks, (kinds[leader.rank], leader.cores)))
+        hosts.append(HostWorkers(leader.host, leader.address, ranks, kinds[leader.rank], leader.cores))
     return hosts
 
 
@@ -207,11 +215,11 @@ def find_racks(count: int, pairs: Sequence[PairMeasurement]) -> list[int]:
 
 def find_speeds(hosts: Sequence[HostWorkers], facts: Sequence[WorkerHealth]) -> dict[int, float]:
     """Return the speed factor of each rank whose device is not as fast as that of the host that stands for its kind."""
-    usual: dict[tuple[tuple[str, int], int], float] = {}
+    usual: dict[Kind, float] = {}
     speeds = dict[int, float]()
     for host in hosts:
         times = [facts[rank].matmul_seconds for rank in host.ranks]
-        reference = usual.setdefault((host.kind, len(host.ranks)), statistics.median(times))
+        reference = usual.setdefault(host.kind, statistics.median(times))
         for rank, seconds in zip(host.ranks, times, strict=True):
             if not 1 / UNEQUAL <= seconds / reference <= UNEQUAL:
                 speeds[rank] = round(reference / seconds, 3)
@@ -225,21 +233,30 @@ def _measure_machines(
     meeting: Meeting,
     hosts: Sequence[HostWorkers],
     speaks_for: int | None,
-    measure_itself: Callable[[], MeasuredMachine],
-    tick: Told | None,
-) -> dict[tuple[tuple[str, int], int], MeasuredMachine]:
-    """Return one measured host of each kind, by its kind and number of workers; they take turns."""
-    machines = dict[tuple[tuple[str, int], int], MeasuredMachine]()
+    effort: Effort,
+    tick: Told,
+) -> dict[Kind, MeasuredMachine]:
+    """Return one measured host of each kind; they take turns.
+
+    Raises:
+        PolylaneError: one cannot be measured.
+    """
+    machines = dict[Kind, MeasuredMachine]()
     for number, host in enumerate(hosts):
-        kind = host.kind, len(host.ranks)
-        if kind in machines:
+        if host.kind in machines:
             continue
-        text = None
+        text = problem = ""
         if speaks_for == number:
-            text = _to_text(measure_itself())
-        elif tick is not None:
+            try:
+                text = _to_text(conclude(measure_machine(len(host.ranks), effort, tick), len(host.ranks)))
+            except PolylaneError as error:  # said to all, who would wait for it
+                problem = str(error)
+        else:
             tick(f"{host.name} itself", 0)
-        machines[kind] = _from_text(meeting.exchange(text, MACHINE_SECONDS)[host.ranks[0]])
+        text, problem = meeting.exchange([text, problem], MACHINE_SECONDS)[host.ranks[0]]
+        if problem:
+            raise PolylaneError(f"{host.name} cannot be measured: {problem}")
+        machines[host.kind] = _from_text(text)
     return machines
 
 
@@ -258,12 +275,12 @@ def _from_text(text: str) -> MeasuredMachine:
 def _list_groups(
     hosts: Sequence[HostWorkers],
     racks: Sequence[int],
-    machines: dict[tuple[tuple[str, int], int], MeasuredMachine],
+    machines: dict[Kind, MeasuredMachine],
 ) -> list[Hosts]:
     """Return the groups of equal hosts that follow each other."""
     groups = list[Hosts]()
     for host, rack in zip(hosts, racks, strict=True):
-        group = machines[host.kind, len(host.ranks)].cluster.hosts[0]
+        group = machines[host.kind].cluster.hosts[0]
         if len(set(racks)) > 1:
             group = group.model_copy(update={"rack": f"rack{rack}"})
         if groups and groups[-1].model_copy(update={"count": 1}) == group:
@@ -303,6 +320,8 @@ def _measure_links(
         link = fit_measured_link(timed)
         errors += fit_link.link_errors(link, timed)
         total = _measure_total(world, [hosts[host].ranks for host in members[:2]], sizes[-1], link, effort, count)
+        if name == "racks" and any(len(rack) > 1 for rack in by_rack):
+            total = None  # what several hosts of a rack send at once was not measured
         cpu = 0.0 if world.device.type != "cpu" else link.cpu  # with a card, its CPU time was busy waiting
         fitted[name] = link.model_copy(update={"total": total, "cpu": cpu})
     return Links(**fitted), errors

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from polylane.runtime.transport.hierarchical import SerialThread
+from polylane.runtime.transport.serial_thread import SerialThread
 
 
 def test_calls_are_made_in_turn():

@@ -158,8 +158,10 @@ def _ring_volume(span: RankSpan, crossing: LinkUse, kind: Kind) -> float | None:
     if kind in ("all_to_all", "broadcast"):
         return None if kind == "all_to_all" else 1.0
     inner = span.crossings[0]
-    shares_memory = inner.level == Level.HOST < span.level and inner.link.cpu > 0
-    count = crossing.unit_count if shares_memory else span.ranks
+    shares_memory = inner.level == Level.HOST and span.level > Level.HOST and inner.link.cpu > 0
+    # With unequal numbers of workers on the hosts only an all-reduce goes through their memory.
+    is_even = len({ranks for ranks, _ in inner.units}) == 1
+    count = crossing.unit_count if shares_memory and (is_even or kind == "all_reduce") else span.ranks
     return (2.0 if kind == "all_reduce" else 1.0) * (count - 1) / count
 
 

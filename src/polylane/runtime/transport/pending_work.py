@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from torch import Tensor
 from polylane.errors import PeerLost
 from polylane.runtime.transport.protocol import Deferred, R
 from polylane.runtime.workers.failure import looks_like_peer_loss
+
+# Of a large sum of two workers: buffers of this size are taken, and while a piece is added the next one is sent.
+PIECE_BYTES = 4 << 20
 
 
 @dataclass(slots=True)
@@ -39,25 +43,52 @@ class BlamePeer:
         raise PeerLost(self.peer, self.doing + description, str(error)) from error
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(slots=True)
 class Exchange:
     """A message to a peer and one from it, waited for as one operation of the backend.
 
     Attributes:
         receipt, dispatch: the backend's handles of the two; None where nothing is sent.
-        unsent: messages that were not waited for yet, among which this one is until then: gloo loses a message whose
-            handle is freed before it has been sent.
+        unsent: handles of messages that were not waited for yet, among which ``dispatch`` is until then: gloo loses a
+            message whose handle is freed before it has been sent.
     """
 
     receipt: dist.Work | None
     dispatch: dist.Work | None
-    unsent: set[object] = field(compare=False, repr=False)
+    unsent: set[Any]
+
+    def __post_init__(self) -> None:
+        if self.dispatch is not None:
+            self.unsent.add(self.dispatch)
 
     def wait(self) -> None:
-        self.unsent.discard(self)
-        for message in (self.receipt, self.dispatch):
-            if message is not None:
-                message.wait()
+        if self.receipt is not None:
+            self.receipt.wait()
+        if self.dispatch is not None:
+            self.dispatch.wait()
+            self.unsent.discard(self.dispatch)
+
+
+def sum_pieces(exchange: Callable[[Tensor, Tensor], Exchange], values: Tensor) -> None:
+    """Add what a peer has to a vector, in place, piece by piece: while one is added, the next one is on its way.
+
+    The bytes are those of a ring of two, each way the whole vector; buffers hold two pieces of :data:`PIECE_BYTES`.
+
+    Args:
+        exchange: sends its second argument to the peer, and receives into the first.
+        values: contiguous; the peer gives as many.
+    """
+    pieces = values.split(max(1, PIECE_BYTES // values.element_size()))
+    buffers = [torch.empty_like(piece) for piece in pieces[:2]]
+
+    def start(index: int) -> Exchange:
+        return exchange(buffers[index % 2][: len(pieces[index])], pieces[index])
+
+    coming = start(0)
+    for index, piece in enumerate(pieces):
+        arriving, coming = coming, start(index + 1) if index + 1 < len(pieces) else coming
+        arriving.wait()
+        piece.add_(buffers[index % 2][: len(piece)])
 
 
 def wait_for_work(
