@@ -120,28 +120,30 @@ class JointWatch(HangWatch):
 
     def _decide(self, heard: Heard, workers: Mapping[int, SeenWorker], records: Sequence[RankRecord]) -> None:
         """Judge what is known, and say it if that is this host's part."""
-        is_lost = heard.unanswered > LOST_SECONDS
-        other_records, silences = self._know(heard, is_lost)
+        is_store_silent = heard.unanswered > LOST_SECONDS
+        other_records, silences = self._know(heard, is_store_silent)
         parting = judge_calls((*records, *other_records))
-        if parting is not None and (is_lost or heard.judge == self._place.own or self._has_waited()):
+        if parting is not None and (is_store_silent or heard.judge == self._place.own or self._has_waited()):
             self._lead_calls(parting)
         judgement = judge((*records, *other_records), silences)
+        if is_store_silent and len(self._place.hosts) > 2:  # of the others nothing is heard, also of those that live
+            judgement = replace(judgement, is_lost=False)
         self._forget_named((*records, *other_records))
         if not judgement.is_hang:
             self._alone_since = None
             self._answer_asking(records, other_records)
             self._note_own(judgement.finding, workers)
-        elif is_lost or heard.judge == self._place.own or self._has_waited():
-            self._lead(judgement, heard, is_lost, workers)
+        elif is_store_silent or heard.judge == self._place.own or self._has_waited():
+            self._lead(judgement, heard, is_store_silent, workers)
 
-    def _know(self, heard: Heard, is_lost: bool) -> tuple[list[RankRecord], dict[int, float]]:
+    def _know(self, heard: Heard, is_store_silent: bool) -> tuple[list[RankRecord], dict[int, float]]:
         """Return what is known of the workers of other hosts, and by rank of a silent host since when it is silent."""
         records, silences = list[RankRecord](), dict[int, float]()
         for number, host in enumerate(self._place.hosts):
             if number == self._place.own:
                 continue
             post, silence = heard.posts.get(number), heard.silences.get(number, 0.0)
-            if is_lost:
+            if is_store_silent:
                 silences |= dict.fromkeys(host.ranks, heard.unanswered - UNANSWERED_SECONDS)
             elif post is not None and post.has_ended:
                 continue
@@ -166,7 +168,7 @@ class JointWatch(HangWatch):
             return
         names = {host.name: [rank for rank in host.ranks if rank in gone] for host in self._place.hosts}
         words = [f"{format_ranks(ranks)} on {name}" for name, ranks in names.items() if ranks]
-        for reader in self._observer.readers.values():
+        for reader in filter(lambda reader: reader.asks, self._observer.readers.values()):
             reader.tell_ended(" and ".join(words))
 
     def _has_waited(self) -> bool:
@@ -185,7 +187,9 @@ class JointWatch(HangWatch):
             if not record.is_hung and time.monotonic() - self._named.get(record.rank, 0.0) > ANSWER_SECONDS:
                 self._named.pop(record.rank, None)
 
-    def _lead(self, judgement: StallJudgement, heard: Heard, is_lost: bool, workers: Mapping[int, SeenWorker]) -> None:
+    def _lead(
+        self, judgement: StallJudgement, heard: Heard, is_store_silent: bool, workers: Mapping[int, SeenWorker]
+    ) -> None:
         """Give a verdict, join the answers of all hosts, and say the sentence."""
         if all(rank in self._named for rank in judgement.victims):
             return
@@ -193,18 +197,18 @@ class JointWatch(HangWatch):
         self._count += 1
         verdict = HangVerdict(self._count, judgement.victims, judgement.culprits)
         post = HostPost(ranks=self._records(workers), verdict=verdict)
-        if not is_lost:
+        if not is_store_silent:
             self._board.post(post, hurries=True)
         report = self._report(workers)
-        if not is_lost:
+        if not is_store_silent:
             report = join_reports([report, *self._await_answers(verdict.number)])
-        sentence = clean_sentence(self._describe(judgement, report, heard, is_lost))  # of others' words, too
+        sentence = clean_sentence(self._describe(judgement, report, heard, is_store_silent))  # of others' words, too
         report = name_hang(report, sentence, judgement.culprits)
         self._keep(report)
-        if not is_lost:
+        if not is_store_silent:
             self._board.post(replace(post, verdict=replace(verdict, sentence=report.sentence)), hurries=True)
         self._say_or_end(judgement.victims, report, workers)
-        if not is_lost:  # before the next look posts something else
+        if not is_store_silent:  # before the next look posts something else
             time.sleep(SPREAD_SECONDS)
 
     def _lead_calls(self, parting: Parting) -> None:
@@ -232,12 +236,12 @@ class JointWatch(HangWatch):
             time.sleep(POLL_SECONDS)
         return [reports[host] for host in sorted(reports)]
 
-    def _describe(self, judgement: StallJudgement, report: HangReport, heard: Heard, is_lost: bool) -> str:
+    def _describe(self, judgement: StallJudgement, report: HangReport, heard: Heard, is_store_silent: bool) -> str:
         finding, ranks = judgement.finding, {entry.rank: entry for entry in report.ranks}
         hosts = {rank: host.name for host in self._place.hosts for rank in host.ranks}
         if not finding.elsewhere:
             return describe_finding(finding, ranks, report.wall, hosts)
-        if is_lost:
+        if is_store_silent:
             host_name = self._place.hosts[self._place.own].name
             return describe_unanswered(finding, ranks, hosts, (host_name, self._place.store_name, heard.unanswered))
         silences = {self._place.hosts[host].name: silence for host, silence in heard.silences.items()}
