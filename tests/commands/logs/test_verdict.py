@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,18 @@ def test_a_long_run_is_told_so_before_its_end(
     assert len(said) == count, said
     if count:
         assert said[0].startswith("polylane: a step takes 250 times what was predicted") and "one worker is" in said[1]
+
+
+def test_a_slow_worker_is_told_of_once_before_the_end_and_kept(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place, slow = RunFolder(tmp_path / "x"), {"sentence": "host-b computes at 0.50 times the speed", "gain": 1.5}
+    with place.claimed(True), Reporter(place, NoLines()) as reporter:
+        start = {"plan": "data: 2\n", "spec": "data=2", "workers": 2}
+        reporter(0, {"kind": "begin", **start, "resumed_at": None, "resumed_loss": math.nan, "resumed_own": False})
+        for step in (1, 2):
+            shares = {"computing": 0.5, "slow": slow}
+            reporter(0, {"kind": "time", "step": step, "phases": {}, "first_step": 0.0, "shares": shares})
+        (kept,) = (json.loads(path.read_text())["slow"] for path in tmp_path.rglob("goodput.json"))
+    assert kept == slow and capfd.readouterr().err.count(slow["sentence"]) == 1
+    assert advise_on_speed(SHARES | {"slow": slow}, 2, None, None) == [slow["sentence"]]

@@ -195,6 +195,12 @@ def test_changes_are_computed(tmp_path: Path) -> None:
     sentences = describe_changes(read_run(folder))
     assert sentences[0].startswith("No waits for rank 3: up to 1.43 times as fast")
     assert any(words.startswith("Data that is not there when a step needs it: 20%") for words in sentences)
+    goodput = json.loads((folder / "goodput.json").read_text())
+    slow = {"slow": {"sentence": "host-b (rank 3) computes at 0.50 times the speed", "gain": 1.5}}
+    (folder / "goodput.json").write_text(json.dumps(goodput | slow))
+    sentences = describe_changes(read_run(folder))
+    assert sentences[0] == "host-b (rank 3) computes at 0.50 times the speed."
+    assert not any(words.startswith("No waits for") for words in sentences)
 
 
 def test_batches_are_rated_by_the_noise_scale(tmp_path: Path) -> None:

@@ -65,8 +65,7 @@ def describe_changes(run: RunFiles) -> list[str]:
     shares, waits = _mean_shares(run)
     slow = read_mapping(run.goodput.get("slow"))
     if slow.get("sentence"):  # says whom the others wait for
-        words = str(slow["sentence"])
-        sentences.append((read_number(slow.get("gain")) or 1.0, f"{words[:1].upper()}{words[1:]}."))
+        sentences.append((read_number(slow.get("gain")) or 1.0, f"{slow['sentence']}."))
     for rank, share in waits.items():
         if share >= WORTH and not slow.get("sentence"):
             gain = 1 / max(0.1, 1 - share)
