@@ -12,6 +12,7 @@ from polylane import cli_options as options
 from polylane.cli_options import Json
 from polylane.commands.launching.launch_request import LauncherName, LaunchRequest
 from polylane.commands.requests import build_request
+from polylane.errors import PolylaneError
 
 _ARGUMENTS = "arguments"  # key of a context's data: the words behind --
 
@@ -63,8 +64,8 @@ _Device = Annotated[
     typer.Option(
         "--device",
         metavar="DEVICE",
-        help="What each worker has: gpu, cpu, or a device of cluster files, such as h100-80g. Default: what this "
-        "machine has.",
+        help="What each worker has: gpu (on Kubernetes, NVIDIA's), cpu, or a device of cluster files, such as h100-80g "
+        "or AMD's mi300x. Default: what this machine has.",
     ),
 ]
 _Cpus = Annotated[
@@ -133,8 +134,9 @@ def launch(
     over, and is started again from the newest one. Devices, memory, shared memory and the time between a stop signal
     and the end follow from the plan, the model and its optimizer; if the run's folder has a checkpoint, from that.
 
-    All other options are those of polylane train or, for a SCRIPT, of polylane run: they are checked, and become a part
-    of the job's command, also in place of --save-every, --resume, --grace and --requeue-code.
+    All other options are those of polylane train or, for a SCRIPT, of polylane run, and stand behind the program. Their
+    values are checked, and they become a part of the job's command, also in place of --save-every, --resume, --grace
+    and --requeue-code.
 
     \b
     Examples:
@@ -144,24 +146,35 @@ def launch(
     """
     request = {name: value for name, value in locals().items() if name != "context"}
     request["run_folder"] = request.pop("run")
+    if program.startswith("-"):  # an option that this command leaves to another one, and takes for an argument
+        raise PolylaneError(
+            f"{program}: the recipe or script stands first, and then the options of train or run: polylane launch "
+            f"mymodel.py {program} ..."
+        )
     from polylane.commands.verifying.script import is_script
 
     request["is_script"] = is_script(program)
     extra, arguments = tuple(context.args), tuple(context.meta[_ARGUMENTS])
-    values = _parse_extra(context, "run" if request["is_script"] else "train", [program, *extra])
-    request |= {"options": extra, "values": values, "arguments": arguments}
+    request |= _parse_extra(context, "run" if request["is_script"] else "train", [program, *extra])
+    request |= {"options": extra, "arguments": arguments}
     from polylane.commands.launching import launch_command as command
 
     command.run(build_request(LaunchRequest, request))
 
 
 def _parse_extra(context: typer.Context, name: str, words: list[str]) -> dict[str, Any]:
-    """Return the options that are given to another command, by name; its own errors are raised for wrong ones."""
+    """Return ``values`` that are given to another command, by name, and the request that it makes of them.
+
+    Its own errors are raised for wrong ones.
+    """
     assert context.parent is not None
     command: Any = context.parent.command.commands[name]  # type: ignore[attr-defined]
-    parsed = command.make_context(name, words, parent=context.parent)
-    return {
+    requests = list[Any]()
+    parsed = command.make_context(name, words, parent=context.parent, obj=requests.append)
+    values = {
         key: value
         for key, value in parsed.params.items()
         if key not in ("recipe", "script") and parsed.get_parameter_source(key).name == "COMMANDLINE"
     }
+    command.invoke(parsed)
+    return {"values": values, "training": requests[0]}

@@ -39,6 +39,7 @@ def register(app: typer.Typer) -> None:
 
 
 def train(
+    context: typer.Context,
     recipe: Recipe,
     *,
     workers: options.WorkersOrRange = None,
@@ -96,10 +97,11 @@ def train(
         goals=goals,
         data=data,
     )
-    command.run(request)
+    (context.obj or command.run)(request)  # polylane launch takes the request itself
 
 
 def run(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Path of a Python file.", show_default=False)],
     arguments: options.ScriptArguments = None,
     *,
@@ -145,7 +147,7 @@ def run(
         audit=audit,
         noise=noise,
     )
-    command.run(request)
+    (context.obj or command.run)(request)
 
 
 def export(

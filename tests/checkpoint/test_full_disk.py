@@ -1,9 +1,13 @@
-"""A disk without room for a checkpoint: its writer answers so and lives on; each time that it fills up is said once."""
+"""A disk without room for a checkpoint: its writer answers so and lives on; each time that it fills up is said once.
+
+And how long one with room took is what a checkpoint says.
+"""
 
 from __future__ import annotations
 
 import resource
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from polylane.checkpoint.manifest import read_manifest
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.save import CheckpointSaver, Position
 from polylane.runtime.checkpoint.save_attempts import SaveAttempts
@@ -30,11 +35,15 @@ def saver(tmp_path: Path) -> Iterator[CheckpointSaver]:
 
 
 def save(saver: CheckpointSaver, step: int) -> None:
+    begin(saver, step)
+    saver.finish()
+
+
+def begin(saver: CheckpointSaver, step: int) -> None:
     state = WorkerState()
     state.add("model/weight", whole_region((LARGE,)), torch.ones(LARGE))
     state.plain["weights"] = {}
     saver.begin(Position(step), lambda: state, {"plan": "data=1", "run": {}})
-    saver.finish()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits another process")
@@ -51,6 +60,16 @@ def test_the_writer_answers_and_goes_on(saver: CheckpointSaver, size: int, capfd
     assert saver.newest is not None and saver.newest.name == "step-00000003"
     assert saver._writer._process is process and process.poll() is None
     assert capfd.readouterr().err == ""
+
+
+def test_steps_do_not_count_as_writing(saver: CheckpointSaver, tmp_path: Path) -> None:
+    """Workers look at step 2 whether the file is there, which it was long before."""
+    began = time.perf_counter()
+    begin(saver, 2)
+    time.sleep(1)
+    saver.finish()
+    seconds = read_manifest(tmp_path / "step-00000002").write_seconds
+    assert seconds is not None and 0 < seconds < time.perf_counter() - began - 0.9
 
 
 def test_each_time_that_a_disk_fills_up_is_said_once() -> None:

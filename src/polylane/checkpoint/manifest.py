@@ -110,7 +110,7 @@ class Manifest(StrictMapping):
         plain: state that is no tensor: options of optimizers, schedulers, counts; as plain JSON.
         files: sizes of the files, in bytes.
         tensors: every tensor by its global name.
-        write_seconds: time from the snapshot to the last of the files; None: of an earlier version.
+        write_seconds: time of the slowest worker to copy its part and to write its file; None: of an earlier version.
     """
 
     step: Length

@@ -4,7 +4,8 @@
 lines of JSON:
 
     order     {"path": "...", "bytes": 4096, "entries": [["key", "F32", [8, 8], 0, 256], ...]}
-    answer    {"size": 4488, "checksums": [1234, ...]}    or    {"error": [28, "No space left on device", null]}
+    answer    {"size": 4488, "checksums": [1234, ...], "seconds": 0.02}
+              or                                                {"error": [28, "No space left on device", null]}
     order     {"commit": [root, unfinished, step, manifest, keep]}
     answer    {"folder": "..."}                           or    {"error": [28, "No space left on device", "..."]}
 
@@ -19,6 +20,7 @@ import mmap
 import os
 import select
 import sys
+import time
 
 from polylane.checkpoint.commit import commit_folder
 from polylane.checkpoint.shard_file import Entry, write_shard_file
@@ -48,6 +50,7 @@ def _carry_out(order: dict[str, object], descriptor: int) -> dict[str, object]:
         except OSError as error:
             return _answer_error(error)
     entries = [Entry(key, dtype, tuple(shape), start, size) for key, dtype, shape, start, size in order["entries"]]  # type: ignore[attr-defined]
+    began = time.perf_counter()
     try:
         memory = memoryview(b"")
         if order["bytes"]:
@@ -56,7 +59,7 @@ def _carry_out(order: dict[str, object], descriptor: int) -> dict[str, object]:
         written = write_shard_file(str(order["path"]), entries, memory, _end_with_worker)
     except OSError as error:  # a full disk, a quota: an answer, after which the worker may give another order
         return _answer_error(error)
-    return {"size": written.size, "checksums": written.checksums}
+    return {"size": written.size, "checksums": written.checksums, "seconds": time.perf_counter() - began}
 
 
 def _answer_error(error: OSError) -> dict[str, object]:

@@ -52,7 +52,7 @@ def run(request: TrainRequest) -> None:
     put_work_first(is_first_of_host())  # as the launcher's variables say, which the line before has read
 
     # 1. Parse.
-    request = _complete_options(request, launch)
+    request = complete_training(request, launch)
     folder = open_folder(request, request.recipe)
     stop = StopRequest(waits_for_save=request.saves_checkpoints)
     training: JoinedTraining | HostTraining = (
@@ -88,7 +88,7 @@ def run(request: TrainRequest) -> None:
         training.leave(request.trouble.requeue_code)
 
 
-def _complete_options(request: TrainRequest, launch: Launch) -> TrainRequest:
+def complete_training(request: TrainRequest, launch: Launch) -> TrainRequest:
     """Check the options; return them, with ``save_every="auto"`` where restarts are asked for.
 
     Raises:

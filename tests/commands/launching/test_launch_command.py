@@ -369,6 +369,24 @@ JOB_SET = "--on jobset --plan data=8 --image i"
         ("--on slurm --plan data=8 -- --epochs 3", "--epochs: tiny.py is a recipe, which takes --set NAME=VALUE"),
         ("--on slurm --hosts 2 --plan data=8 --requeue-code 3", "--requeue-code: on several hosts of Slurm"),
         (
+            "--on slurm --plan data=8 --requeue-code 0",
+            "--requeue-code 0: a run that is done ends with it, .* such as 75",
+        ),
+        (f"{JOB_SET} --requeue-code 1", "--requeue-code 1: a run whose worker failed ends with it"),
+        ("--on skypilot --plan data=8 --device cpu --requeue-code 2", "--requeue-code 2: a run with wrong input ends"),
+        (
+            "--on skypilot --plan data=8 --device cpu --run runs/a",
+            "--run runs/a: name a folder on the volume, .* /runs/a",
+        ),
+        ("--on slurm --plan data=8 --save-every 10q", "--save-every 10q: give a number of steps"),
+        ("--on slurm --plan data=8 --hang-after -3", "--hang-after .*-3"),
+        (f"{JOB_SET} --grace 200000", "--grace 200000: give seconds, from 0 to 86400"),
+        ("--on slurm --plan data=8 --resume ''", "--resume '': give auto, or the path of a checkpoint"),
+        ("--on slurm --plan data=8 --epochs 2 --steps 3", "--epochs and --steps exclude each other"),
+        ("--on slurm --plan data=8 --clip-norm -1", "--clip-norm"),
+        ("--on slurm --plan data=8 --early-stop nothing:x", "--early-stop"),
+        (f"{JOB_SET} --on-hang restart", "--on-hang restart: --on jobset itself starts a run again .*: leave it out"),
+        (
             "--on kubernetes --image i --hosts 2 --plan data=8 --max-restarts 1",
             "--max-restarts: the runtime of a Train",
         ),
@@ -379,6 +397,28 @@ def test_a_mistake_is_one_sentence(line: str, sentence: str) -> None:
     assert outcome.exit_code == 2 and outcome.stdout == ""
     (told,) = outcome.stderr.splitlines()
     assert re.search(sentence, told), told
+
+
+@pytest.mark.parametrize("words", ["--batch 32 tiny.py", "--batch=32 tiny.py", "--fast-dev-run tiny.py"])
+def test_the_program_stands_before_options_of_other_commands(words: str) -> None:
+    outcome = call("launch", *shlex.split(f"{words} --on slurm --plan data=2"))
+    assert outcome.exit_code == 2 and outcome.stdout == ""
+    assert outcome.stderr.startswith(f"polylane: {words.split()[0]}: the recipe or script stands first"), outcome.stderr
+
+
+@pytest.mark.parametrize(("program", "line"), [("tiny.py", "--hang-after 5"), ("train.py", "--grace 90 -- --epochs 3")])
+def test_a_node_of_slurm_may_restart_after_a_hang(program: str, line: str) -> None:
+    """The run's own folder and restarts count where options are checked; a script's options are checked as well."""
+    printed = launch("slurm", "--plan", "data=2", "--on-hang", "restart", *shlex.split(line), program=program)
+    assert "--on-hang restart" in printed.text
+    outcome = call("launch", program, "--on", "slurm", "--plan", "data=2", "--save-every", "10q")
+    assert outcome.exit_code == 2 and "--save-every 10q: give" in outcome.stderr
+
+
+def test_the_head_says_which_time_is_assumed() -> None:
+    assumed = "(at most 30 s, which is assumed)"
+    assert assumed in launch("slurm", "--plan", "data=2").text
+    assert assumed not in launch("slurm", "--plan", "data=2", "--grace", "300").text
 
 
 def test_a_program_that_is_not_there() -> None:

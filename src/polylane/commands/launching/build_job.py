@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from polylane.cluster.catalogue import device_presets
 from polylane.commands import planning
 from polylane.commands import user_inputs as inputs
-from polylane.commands.launching.cluster_job import REQUEUE_CODE, CheckpointCost, ClusterJob, is_gpu
+from polylane.commands.launching.cluster_job import (
+    REQUEUE_CODE,
+    STEP_SECONDS,
+    WRONG_INPUT,
+    CheckpointCost,
+    ClusterJob,
+    is_gpu,
+)
 from polylane.commands.launching.launch_request import LauncherName, LaunchRequest
 from polylane.commands.launching.measure_state import measure_state
+from polylane.commands.requests import TrainRequest
+from polylane.commands.running.run_options import LONGEST_GRACE, complete_options
+from polylane.commands.train import complete_training
 from polylane.errors import PolylaneError, suggest_name
 from polylane.plan.fixed_keys import parse_auto
+from polylane.runtime.workers.launch_environment import Launch
 
 if TYPE_CHECKING:
     from polylane.plan.plan import AnyPlan
@@ -26,8 +38,9 @@ TAKEN: dict[LauncherName, tuple[str, ...]] = {
     "jobset": ("image", "volume", "queue"),
     "skypilot": ("image", "volume"),
 }
+OTHER_ENDS = {0: "that is done", 1: "whose worker failed", WRONG_INPUT: "with wrong input"}  # by exit code
 CODE = PurePosixPath("/code")  # where an image has the user's files
-RESTARTS, SAVE_EVERY, STEP_SECONDS = 3, "10m", 30
+RESTARTS, SAVE_EVERY = 3, "10m"
 MOST_NAME = 40  # letters: a JobSet makes names of pods from it, which have 63 at most
 GPU_CPUS = 8  # cores beside a GPU, for the loader's processes
 WORKER_BYTES = 6 * 2**30  # of a process with torch and a CUDA context
@@ -49,9 +62,10 @@ def build_job(request: LaunchRequest) -> ClusterJob:
         raise PolylaneError(f"--run {request.run_folder}: give the name of a folder, such as /runs/first")
     name = _choose_name(request)
     folder = request.run_folder or Path("runs" if request.launcher == "slurm" else "/runs") / name
+    restarts = RESTARTS if request.max_restarts is None else request.max_restarts
+    _check_training(request, folder, restarts)
     state = measure_state(request, folder, plan.data if plan.sync.every > 1 else 1)
     grace = _choose_grace(request, state)
-    restarts = RESTARTS if request.max_restarts is None else request.max_restarts
     return ClusterJob(
         request=request,
         name=name,
@@ -92,8 +106,33 @@ def _check_options(request: LaunchRequest) -> None:
         raise PolylaneError("--workers: the plan says how many there are: leave it out")
     if "requeue_code" in request.values and request.launcher == "slurm" and request.hosts > 1:
         raise PolylaneError("--requeue-code: on several hosts of Slurm the exit code is torchrun's: leave it out")
+    if (code := request.values.get("requeue_code", REQUEUE_CODE)) in OTHER_ENDS:
+        raise PolylaneError(
+            f"--requeue-code {code}: a run {OTHER_ENDS[code]} ends with it, and would be started again: give another "
+            f"code, such as {REQUEUE_CODE}"
+        )
     if request.arguments and not request.is_script:
         raise PolylaneError(f"{request.arguments[0]}: {request.program} is a recipe, which takes --set NAME=VALUE")
+
+
+def _check_training(request: LaunchRequest, folder: Path, restarts: int) -> None:
+    """Check the options of ``polylane train`` or ``run``, as that does when it begins."""
+    starts_again = _is_one_node(request)
+    if request.training.trouble.on_hang == "restart" and not starts_again:
+        raise PolylaneError(
+            f"--on-hang restart: --on {request.launcher} itself starts a run again that a hang has ended: leave it out"
+        )
+    saving = replace(request.training.saving, max_restarts=restarts if starts_again else 0)
+    training = replace(request.training, run_folder=folder, saving=saving)
+    if isinstance(training, TrainRequest):
+        complete_training(training, Launch())
+    else:
+        complete_options(training, Launch())
+
+
+def _is_one_node(request: LaunchRequest) -> bool:
+    """Return whether it is a node of Slurm, on which polylane itself starts workers again."""
+    return request.launcher == "slurm" and request.hosts == 1
 
 
 def _read_plan(request: LaunchRequest) -> AnyPlan:
@@ -148,7 +187,7 @@ def _choose_name(request: LaunchRequest) -> str:
 def _choose_grace(request: LaunchRequest, state: CheckpointCost) -> int:
     """Return whole seconds from a stop signal to the end: for the step under way, and twice the time to save."""
     if "grace" not in request.values:
-        return math.ceil(STEP_SECONDS + 2 * state.seconds)
+        return min(math.ceil(STEP_SECONDS + 2 * state.seconds), LONGEST_GRACE)
     grace = float(request.values["grace"])
     if not state.seconds < grace < math.inf:
         raise PolylaneError(
@@ -171,8 +210,9 @@ def _choose_mount(request: LaunchRequest, folder: Path) -> str:
     """Return the folder that a container has the volume at: the one that the run's folder is in."""
     if request.launcher == "slurm":
         return ""
-    parent = CODE / PurePosixPath(folder).parent
-    if parent == CODE or len(parent.parts) < 2 or ".." in parent.parts:
+    # A relative one is in the image's folder; SkyPilot copies the user's files elsewhere.
+    parent = (PurePosixPath() if request.launcher == "skypilot" else CODE) / PurePosixPath(folder).parent
+    if not parent.is_absolute() or parent == CODE or len(parent.parts) < 2 or ".." in parent.parts:
         raise PolylaneError(f"--run {folder}: name a folder on the volume, such as /runs/{folder.name or 'a'}")
     return str(parent)
 
@@ -182,11 +222,10 @@ def _list_words(request: LaunchRequest, folder: Path, workers: int, grace: int, 
     words = ["polylane", "run" if request.is_script else "train", request.program]
     words += ["--workers", str(workers)] if request.hosts == 1 else []
     words += ["--plan", request.plan, "--run", str(folder), *request.options]
-    is_slurm = request.launcher == "slurm"
     defaults = {"save_every": SAVE_EVERY, "resume": "auto", "grace": str(grace)}
-    if not (is_slurm and request.hosts > 1):  # torchrun ends with a code of its own
+    if request.launcher != "slurm" or request.hosts == 1:  # torchrun ends with a code of its own
         defaults["requeue_code"] = str(REQUEUE_CODE)
-    if is_slurm and request.hosts == 1:
+    if _is_one_node(request):
         defaults["max_restarts"] = str(restarts)
     for option, value in defaults.items():
         if option not in request.values:

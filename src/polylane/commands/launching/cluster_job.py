@@ -12,6 +12,7 @@ from polylane.errors import format_plural
 
 REQUEUE_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
 WRONG_INPUT = 2
+STEP_SECONDS = 30  # of the longest step, which is not known before the training
 PORT = 29500  # at which torchrun's agents meet
 END_SECONDS = 30  # from the end of --grace to the launcher's own: for the last files, and Python's end
 
@@ -89,11 +90,12 @@ class ClusterJob:
     def describe(self) -> list[str]:
         """Return sentences on the numbers that the job is filled with."""
         workers = f"{format_plural(self.workers, 'worker')}, each with {'a GPU' if self.has_gpus else 'CPU cores only'}"
+        assumed = "" if "grace" in self.request.values else f" (at most {STEP_SECONDS} s, which is assumed)"
         size = "" if self.state.size is None else f" of {format_size(self.state.size)}"
         return [
             f"{format_plural(self.hosts, 'host')} with {workers} (--device).",
             f"Saving a checkpoint{size} takes {self.state.seconds:.2g} s ({self.state.source}): a stop signal leaves",
-            f"--grace {self.grace} s for it and the step before, and {END_SECONDS} s more until the job is killed.",
+            f"--grace {self.grace} s for it and the step before{assumed}; {END_SECONDS} s later the job is killed.",
         ]
 
 

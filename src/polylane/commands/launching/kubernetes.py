@@ -147,6 +147,7 @@ def _build_container(job: ClusterJob) -> dict[str, Any]:
     requests: dict[str, Any] = {"cpu": job.cpus}
     if job.gibibytes is not None:
         requests["memory"] = f"{job.gibibytes}Gi"
+    # Nobody says whose a "gpu" is; the names of AMD's devices begin so.
     vendor = "amd" if job.device.startswith("mi") else "nvidia"
     limits = {"limits": {f"{vendor}.com/gpu": job.workers}} if job.has_gpus else {}
     return {

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from polylane.commands.requests import RunRequest, TrainRequest
 
 LauncherName = Literal["slurm", "kubernetes", "jobset", "skypilot"]
 
@@ -23,6 +26,7 @@ class LaunchRequest:
         run_folder: the run's folder as the workers see it; None: one by the job's name.
         options: words of further options of ``polylane train`` or ``run``.
         values: values of these options, by the name of the command's parameter.
+        training: the request that ``polylane train`` or ``run`` makes of these options, without plan and folder.
         arguments: the script's own arguments.
         device: "cpu", "gpu" or a device preset; None: what this machine has.
         cpus: CPU cores of a worker; None: eight beside a GPU, else one.
@@ -39,6 +43,7 @@ class LaunchRequest:
     program: str
     is_script: bool
     launcher: LauncherName
+    training: TrainRequest | RunRequest
     hosts: int
     plan: str
     run_folder: Path | None = None

@@ -90,12 +90,12 @@ class _Report:
     """One worker's report on the checkpoint that is being written.
 
     Attributes:
-        written: (file, size, chunks) once its file is on the disk.
+        written: (file, size, seconds, chunks) once its file is on the disk.
         error: why it cannot be; "" for no reason.
         committed: of rank 0: the checkpoint's folder, once it is complete.
     """
 
-    written: tuple[str, int, tuple[Any, ...]] | None = None
+    written: tuple[str, int, float, tuple[Any, ...]] | None = None
     error: str = ""
     committed: str = ""
 
@@ -110,7 +110,6 @@ class _UnderWay:
         plain: every worker's plain state, merged; on rank 0.
         facts: the remaining fields of the manifest.
         folder: the folder without a name yet that all write into.
-        began: when the snapshot was begun, by the process's clock.
         written: this worker's file, once it is on the disk.
         error: why it is not.
         committed: the checkpoint's folder; on rank 0.
@@ -121,7 +120,6 @@ class _UnderWay:
     plain: Mapping[str, Any]
     facts: Mapping[str, Any]
     folder: Path
-    began: float
     written: WrittenShards | None = None
     error: str = ""
     committed: str = ""
@@ -193,7 +191,7 @@ class CheckpointSaver:
         # Rank 0 last: of what several workers say, its values count.
         for answer in reversed(answers):
             plain |= answer[2]
-        self._under_way = _UnderWay(position, tensors, plain, facts, Path(folder), started)
+        self._under_way = _UnderWay(position, tensors, plain, facts, Path(folder))
         try:
             self._writer.start(folder, f"rank-{self._rank:05d}.safetensors", [shards[i] for i in indices])
         except PolylaneError as refused:  # reported at the next advance, to all
@@ -267,7 +265,9 @@ class CheckpointSaver:
             except PolylaneError as refused:
                 checkpoint.error = str(refused)
         snapshot = checkpoint.written
-        written = None if snapshot is None else (snapshot.file, snapshot.size, tuple(snapshot.chunks))
+        written = (
+            None if snapshot is None else ((snapshot.file, snapshot.size, snapshot.seconds, tuple(snapshot.chunks)))
+        )
         return _Report(written, checkpoint.error, checkpoint.committed)
 
     def _act(self, reports: Sequence[_Report]) -> None:
@@ -294,10 +294,11 @@ class CheckpointSaver:
 
     def _make_manifest(self, checkpoint: _UnderWay, reports: Sequence[_Report]) -> Manifest:
         chunks: dict[str, list[Chunk]] = {}
-        files = {}
+        files, write_seconds = {}, 0.0
         for report in reports:
             assert report.written is not None
-            file, files[file], entries = report.written[0], report.written[1], report.written[2]
+            file, files[file], seconds, entries = report.written
+            write_seconds = max(write_seconds, seconds)
             for name, chunk in entries:
                 chunks.setdefault(name, []).append(Chunk.model_validate(chunk))
         tensors = {
@@ -319,7 +320,7 @@ class CheckpointSaver:
             plain=to_json(plain),
             files=files,
             tensors=tensors,
-            write_seconds=time.perf_counter() - checkpoint.began,
+            write_seconds=write_seconds,
             **checkpoint.facts,
         )
 

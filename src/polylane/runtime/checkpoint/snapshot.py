@@ -70,11 +70,13 @@ class WrittenShards:
         file: name of the file in the checkpoint's folder.
         size: number of bytes of the file.
         chunks: (name of the tensor, chunk) of each rectangle, as plain values.
+        seconds: time to copy the rectangles and to write the file.
     """
 
     file: str
     size: int
     chunks: Sequence[tuple[str, Mapping[str, Any]]]
+    seconds: float
 
 
 class SnapshotWriter:
@@ -86,6 +88,7 @@ class SnapshotWriter:
         self._mapped: mmap.mmap | None = None
         self._size = 0
         self._order: tuple[str, list[ShardToWrite]] | None = None
+        self._copy_seconds = 0.0
         self._is_committing = False
         self._unread = b""  # of the writer's answer
         self._stopped_since: float | None = None
@@ -107,6 +110,7 @@ class SnapshotWriter:
             PolylaneError: the memory or the process cannot be had.
         """
         assert self._order is None
+        began = time.perf_counter()
         places, at = list[tuple[int, int]](), 0
         for shard in shards:
             size = shard.piece.rectangle.volume * shard.held.local.element_size()
@@ -125,7 +129,7 @@ class SnapshotWriter:
         except OSError as error:
             self.close()  # the next snapshot starts another one
             raise PolylaneError(f"no writer of checkpoints can be had: {error.strerror or error}") from None
-        self._order = file, list(shards)
+        self._order, self._copy_seconds = (file, list(shards)), time.perf_counter() - began
 
     def _open(self, size: int) -> None:
         """Start the writer, also where the one before was killed, and share memory of some size with it."""
@@ -280,7 +284,7 @@ class SnapshotWriter:
             (s.held.name, _chunk_of(s, file, checksum).model_dump(mode="json"))
             for s, checksum in zip(shards, answer["checksums"], strict=True)
         ]
-        return WrittenShards(file, answer["size"], chunks)
+        return WrittenShards(file, answer["size"], chunks, self._copy_seconds + answer["seconds"])
 
     def close(self) -> None:
         """End the writer; what it is writing is left unfinished."""

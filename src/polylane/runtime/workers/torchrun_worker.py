@@ -59,6 +59,7 @@ class TorchrunWorker:
         self._launch, self._stop, self._grace, self._explain_end = launch, stop, grace, explain_end
         self._rank, self._is_first_of_host = launch.rank, is_first_of_host()
         self._store: Store | None = None
+        self._waiting_store: Store | None = None  # of the main thread: a client is locked while it waits
         self._peers: dict[int, int] = {}  # file descriptor of a living peer's process -> its rank
         self._dead: dict[int, int | None] = {}  # rank -> exit code, None where it is not known
         self._pids: dict[int, int] = {}
@@ -120,6 +121,7 @@ class TorchrunWorker:
             if peer_agent == agent:
                 self._pids[rank] = int(process)
         self._store = store.clone()  # type: ignore[attr-defined]  # the main thread's may be inside a wait
+        self._waiting_store = store.clone()  # type: ignore[attr-defined]
         for rank, pid in self._pids.items():
             if rank != self._rank:
                 try:
@@ -140,11 +142,11 @@ class TorchrunWorker:
 
     def wait_for_first(self) -> None:
         """Wait until rank 0 has written its files: an agent ends its workers once one has left with a code but 0."""
-        if self._store is not None:
+        if self._waiting_store is not None:
             with suppress(RuntimeError):  # the agent and its store are gone, or rank 0 takes too long
                 if self._rank == 0:
-                    self._store.set("finished", "")
-                self._store.wait(["finished"], timedelta(seconds=max(self._grace, LINGER_SECONDS)))
+                    self._waiting_store.set("finished", "")
+                self._waiting_store.wait(["finished"], timedelta(seconds=max(self._grace, LINGER_SECONDS)))
 
     def name_lost_peer(self, seconds: float, loss: str, ask: Callable[[], str | None]) -> None:
         """Print which worker of this host died without a word, or what was lost; the first worker of a host prints.
