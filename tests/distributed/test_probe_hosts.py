@@ -34,3 +34,14 @@ def test_the_link_between_hosts_is_in_the_file(workers: int, tmp_path: Path) -> 
     # 1 Gb/s; a burst of half a millisecond passes faster.
     assert link is not None and 0.6 * 1.25e8 < link.bandwidth < 1.5 * 1.25e8 and link.total is not None
     assert all(0.5 * 1.25e8 < pair["bandwidth"] < 1.1 * 1.25e8 for pair in figures["pairs"])
+
+
+def test_what_cannot_be_measured_ends_all_hosts_at_once(tmp_path: Path) -> None:
+    """A file that cannot be written, of which rank 0 alone knows."""
+    hosts = Hosts.make(2)
+    if isinstance(hosts, str):
+        pytest.skip(f"no hosts can be made: {hosts}")
+    with closing(hosts):
+        outputs = hosts.run_torchrun([*PROBE, str(tmp_path)], 1, seconds=50.0)
+    for output in outputs:
+        assert output.code and f"{tmp_path} cannot be written" in output.stderr, output.stderr

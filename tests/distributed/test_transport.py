@@ -258,3 +258,23 @@ def wait_for_the_other(transport: C10dTransport, doing: str) -> None:
         transport.all_gather_object(1)
     else:
         transport.barrier()
+
+
+def test_one_element_with_any_stride_travels() -> None:
+    """torch calls it contiguous, whatever its stride is."""
+
+    def work(context: WorkerContext) -> list[float]:
+        transport, group = pair(context), (0, 1)
+        column = torch.arange(6.0).view(2, 3)[:1, 1:].t()[:1]  # 1 x 1 of stride (1, 3)
+        one = (torch.arange(8.0) + context.rank)[5::4]
+        found = [transport.all_reduce(column.clone() if context.rank else column, group).wait()]
+        found.append(transport.all_gather(one, group).wait())
+        found.append(transport.broadcast((torch.arange(8.0) * context.rank)[3::8], 1, group).wait())
+        found += transport.all_to_all([one, one], [one.shape, one.shape], group).wait()
+        sending = transport.send(one, 1 - context.rank)
+        found.append(transport.receive(one.shape, one.dtype, 1 - context.rank).wait())
+        sending.wait()
+        return torch.cat([value.flatten() for value in found]).tolist()
+
+    first, second = fork_workers(work, 2)
+    assert first == [2.0, 5.0, 6.0, 3.0, 5.0, 6.0, 6.0] and second == [2.0, 5.0, 6.0, 3.0, 5.0, 6.0, 5.0]

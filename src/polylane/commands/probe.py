@@ -48,7 +48,7 @@ def run(request: ProbeRequest, effort: Effort | None = None) -> None:
     from polylane.runtime.workers.threads import limit_to_one_thread
 
     launch = Launch.of_process()
-    if output is not None and launch.is_first:
+    if output is not None and launch.size == 1:
         _check_writable(output)
     limit_to_one_thread()
     if launch.size > 1:
@@ -91,10 +91,15 @@ def _hosts(output: Path, launch: Launch, effort: Effort | None, json: bool) -> d
     from polylane.probe.several_hosts import measure_hosts
     from polylane.profiling.machine_load import LoadWatch
 
-    start, watch = time.perf_counter(), LoadWatch()
+    start, watch, problem = time.perf_counter(), LoadWatch(), ""
+    try:
+        if launch.is_first:
+            _check_writable(output)
+    except PolylaneError as error:  # for all workers: the others would wait for this one
+        problem = str(error)
     with closing(_Display(None)) as display:
         effort = effort or thorough("cuda" if accelerators() else "cpu")
-        measured = measure_hosts(launch, effort, display if launch.is_first else lambda activity, parts: None)
+        measured = measure_hosts(launch, effort, display if launch.is_first else _tell_nobody, problem)
     load, slowest = watch.read(), measured.slowest_pair()
     ends = [measured.hosts[slowest.source].name, measured.hosts[slowest.target].name]
     rates = [pair.bandwidth for pair in measured.pairs]
@@ -182,6 +187,10 @@ def _check_writable(path: Path) -> None:
             path.unlink()
     except OSError as error:
         raise PolylaneError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _tell_nobody(label: str, parts: int) -> None:
+    pass
 
 
 class _Display:

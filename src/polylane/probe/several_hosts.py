@@ -113,20 +113,23 @@ class MeasuredHosts:
         return "\n".join([*lines, cluster_file.dump(self.cluster)])
 
 
-def measure_hosts(launch: Launch, effort: Effort, tick: Told) -> MeasuredHosts:
+def measure_hosts(launch: Launch, effort: Effort, tick: Told, problem: str = "") -> MeasuredHosts:
     """Measure all hosts of a launcher's workers, and the links between them; a collective of the workers.
 
     Args:
         launch: which worker this is.
         effort: how much is measured, and for how long.
         tick: called with what is measured, and how many parts of it are done.
+        problem: why nothing can be measured, as far as this worker knows; all hear of it. "" for nothing.
 
     Raises:
-        PolylaneError: the workers do not meet or are all on one host, a host cannot be measured or does not reach
-            another, or ranks are not numbered host by host.
+        PolylaneError: a worker has a problem, the workers do not meet or are all on one host, a host cannot be
+            measured or does not reach another, or ranks are not numbered host by host.
         WorkerFailed: a worker that a host started for its measurement raised an error or died.
     """
     meeting = Meeting(launch)
+    if said := next(filter(None, meeting.exchange(problem)), ""):
+        raise PolylaneError(said)
     facts = [WorkerHealth.from_dict(data) for data in meeting.exchange(collect_facts(launch, None).to_dict())]
     hosts = group_workers(facts, meeting.exchange(device_kind()))
     if len(hosts) == 1:

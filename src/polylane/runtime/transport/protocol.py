@@ -277,7 +277,9 @@ def make_contiguous(tensor: Tensor) -> Tensor:
     # Lazy conjugation and negation are not in the memory, which is what a backend sends.
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.detach().contiguous()
+    tensor = tensor.detach().contiguous()
+    # One element is contiguous with any stride, but bytes of it can be seen only with a stride of 1.
+    return tensor.as_strided(tensor.shape, [1] * tensor.dim()) if tensor.numel() == 1 else tensor
 
 
 def copy_back(wire: Tensor, target: Tensor) -> Tensor:
