@@ -90,7 +90,8 @@ _Volume = Annotated[
     ),
 ]
 _Queue = Annotated[
-    str | None, typer.Option("--queue", metavar="NAME", help="Partition of Slurm, or local queue of Kueue.")
+    str | None,
+    typer.Option("--queue", metavar="NAME", help="Partition of Slurm, or several as a,b; or local queue of Kueue."),
 ]
 _Time = Annotated[
     str | None, typer.Option("--time", metavar="TIME", help="Time limit of a Slurm job, such as 12:00:00.")

@@ -29,7 +29,7 @@ from tests.cli.tiny_recipe import RECIPE, call, execute
 CRDS = Path(__file__).parent / "crds"
 SCRIPT = "import polylane\nmodel, optimizer = polylane.prepare(model, optimizer)\n"
 # Words that a shell, YAML or Kubernetes would change where they are not quoted.
-ODD = "a b'c\"d $(HOME) $HOME # \\ é *"
+ODD = "a b'c\"d $(HOME) $$(HOME) $$$x $HOME # \\ é *"
 IMAGE = ("--image", "registry/image:1")
 NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 
@@ -90,7 +90,12 @@ def read_words(printed: Printed, launcher: str, folder: Path) -> list[str]:
     data = yaml.safe_load(printed.text)
     command = data["spec"]["trainer"]["command"] if data["kind"] == "TrainJob" else container["command"]
     assert command[0] == "polylane"
-    return [word.replace("$$(", "$(") for word in command[1:]]
+    return [expand_variables(word) for word in command[1:]]
+
+
+def expand_variables(word: str) -> str:
+    """What Kubernetes makes of a word, where the pod has a variable of every name."""
+    return re.sub(r"\$(\$|\(([^)]*)\))", lambda match: "$" if match[1] == "$" else "VALUE", word)
 
 
 def find_pod(printed: Printed) -> dict[str, Any]:
@@ -221,13 +226,40 @@ def test_the_command_is_the_user_s(launcher: str, hosts: int, folder: Path) -> N
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_command_of_a_script(launcher: str, folder: Path) -> None:
-    words = ["--device", "cpu", "--plan", "data=2", "--hosts", "2", "--save-every", "50", "--resume", "old"]
+    words = ["--device", "cpu", "--plan", "data=2", "--hosts", "2", "--save-every", "50", "--resume", "/old"]
     printed = launch(launcher, *words, "--", "--on", ODD, program="train.py")
     command = read_words(printed, launcher, folder)
     parsed = parse_command(command)
     assert command[:2] == ["run", "train.py"] and parsed["arguments"] == ["--on", ODD]
-    assert (parsed["save_every"], parsed["resume"]) == ("50", "old") and command.count("--save-every") == 1
+    assert (parsed["save_every"], parsed["resume"]) == ("50", "/old") and command.count("--save-every") == 1
     assert printed.facts["state_bytes"] is None
+
+
+PLAIN = re.compile(r"(--?|/)?[A-Za-z][A-Za-z0-9_./=-]*")
+# What some reader of YAML 1.1 or 1.2 takes for no text, where it is not in quotes.
+NO_TEXT = ["y", "N", "on", "Off", "yes", "null", "~", "", "1e3", "1e-3", "1.5e3", "0o17", "0x1f", "0b1", "1_000"]
+NO_TEXT += ["12:30", ".5", "+1", "-.inf", ".NaN", "2026-01-01", "<<", "=", "# a", "*a", "&a", "!a", " a", "a: b"]
+NO_TEXT += ["\u2028", "\x85", "\ufeff", "$$"]
+
+
+@pytest.mark.parametrize(("launcher", "hosts", "kind"), KINDS)
+def test_text_is_text_for_every_reader_of_yaml(launcher: str, hosts: int, kind: str, folder: Path) -> None:
+    words = ["--plan", "data=4", "--hosts", str(hosts), "--name", "y", "--queue", "1e3", "--volume", "0o17"]
+    words += ["--run", "/1e3/n", "--save-every", "10m", "--", *NO_TEXT, "a\nb"]
+    printed = launch(launcher, *words, program="train.py")
+    assert read_words(printed, launcher, folder)[-len(NO_TEXT) - 1 :] == [*NO_TEXT, "a\nb"]
+    texts = [node for node in list_scalars(yaml.compose(printed.text)) if node.tag.endswith(":str")]
+    assert {"y", "1e3", "0o17", "/1e3/n", "/1e3", "Memory"} <= {node.value for node in texts}
+    for node in texts:
+        is_plain = PLAIN.fullmatch(node.value) and node.value.lower() not in NO_TEXT
+        assert node.style is not None or is_plain, node.value
+
+
+def list_scalars(node: yaml.Node) -> list[yaml.ScalarNode]:
+    if isinstance(node, yaml.ScalarNode):
+        return [node]
+    parts = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+    return [scalar for part in parts for scalar in list_scalars(part)]
 
 
 # ---- Slurm's scripts -------------------------------------------------------------------------------------------------
@@ -239,16 +271,21 @@ def read_options(text: str) -> dict[str, str]:
 
 def test_a_batch_script_asks_for_the_plan_s_devices() -> None:
     gpus = launch(
-        "slurm", "--hosts", "2", "--plan", "data=8", "--device", "gpu", "--time", "2-00:00:00", "--queue", "a"
+        "slurm", "--hosts", "2", "--plan", "data=8", "--device", "gpu", "--time", "2-00:00:00", "--queue", "a,b_2"
     )
     options = read_options(gpus.text)
     assert (options["nodes"], options["ntasks-per-node"], options["gpus-per-node"]) == ("2", "1", "4")
-    assert (options["cpus-per-task"], options["time"], options["partition"]) == ("32", "2-00:00:00", "a")
+    assert (options["cpus-per-task"], options["time"], options["partition"]) == ("32", "2-00:00:00", "a,b_2")
     assert options["requeue"] == "" and options["open-mode"] == "append" and int(options["mem"][:-1]) >= 4 * 6
     assert "--nnodes 2 --nproc-per-node 4 --max-restarts 3" in gpus.text
     assert "srun --cpus-per-task=32 torchrun" in gpus.text  # since Slurm 22.05 srun does not take over the script's
     cores = read_options(launch("slurm", "--plan", "data=8", "--device", "cpu", "--memory", "5 GB").text)
     assert (cores["nodes"], cores["cpus-per-task"], cores["mem"]) == ("1", "8", "5G") and "gpus-per-node" not in cores
+
+
+@pytest.mark.parametrize("time_limit", ["0", "4", "3:01", "0:4:0", "1-0"])
+def test_a_time_limit_that_leaves_time_before_the_signal(time_limit: str) -> None:
+    assert read_options(launch("slurm", "--plan", "data=2", "--time", time_limit).text)["time"] == time_limit
 
 
 @pytest.mark.parametrize(("code", "is_requeued"), [(0, False), (75, True), (2, False)])
@@ -320,7 +357,6 @@ def test_more_state_has_more_time() -> None:
     [
         ("/runs/My_Model.v2", "my-model-v2"),
         ("/runs/-7--x-", "x"),
-        ("/runs/模型", "training"),
         (f"/runs/{'a-' * 60}", None),
     ],
 )
@@ -351,6 +387,24 @@ JOB_SET = "--on jobset --plan data=8 --image i"
         ),
         (f"{JOB_SET} --time 1:00:00", "--time is for --on slurm, and not for jobset"),
         ("--on skypilot --plan data=2 --device cpu --queue x", "--queue is for --on slurm or kubernetes or jobset"),
+        (
+            "--on slurm --plan data=8 --time 1",
+            "--time 1: is 60 s, .* comes 61 s before the end: give at least 4 minutes",
+        ),
+        ("--on slurm --plan data=8 --time 0-0:5 --grace 600", "--time 0-0:5: is 300 s, .* at least 13 minutes"),
+        (f"{JOB_SET} --run /dev/shm/a", "--run /dev/shm/a: name a folder on the volume, such as /runs/a"),
+        (f"{JOB_SET} --run /a:b/c", "--run /a:b/c: a folder of a container has no colon"),
+        (f"{JOB_SET} --queue {'a' * 64}", "--queue 'a+': give a name of .* at most 63"),
+        (f"{JOB_SET} --queue a,b", "--queue 'a,b': give a name of"),
+        ("--on slurm --plan data=8 --queue a,", "--queue 'a,': give a partition, or several as a,b"),
+        (f"{JOB_SET} --volume Runs_1", "--volume 'Runs_1': give a claim's name, of lower-case letters"),
+        ("--on jobset --plan data=8 --image ' '", "--image ' ': give the name of an image, which has no blanks"),
+        ("--on skypilot --plan data=8 --device cpu --image 'x y'", "--image 'x y': give the name of an image"),
+        (f"{JOB_SET} --run /runs/模型", "'模型' cannot be the job's name, .*: give it with --name"),
+        ("--on slurm --plan data=8 --run runs/modèle", "'modèle' cannot be the job's name"),
+        ("--on slurm --plan data=8 --resume none", "--resume none: checkpoint none: there is no such folder; if the"),
+        ("--on slurm --plan data=8 --batch 0", "--batch"),
+        ("--on slurm --plan data=8 --save-every never", "--save-every never: give a number of steps"),
         ("--on slurm --plan data=8 --time tomorrow", "--time 'tomorrow': give a time as Slurm reads it"),
         ("--on jobset --plan data=8", "--on jobset needs --image, the container's image with .* tiny.py"),
         (f"{JOB_SET} --name My_Job", "--name 'My_Job': give lower-case letters"),

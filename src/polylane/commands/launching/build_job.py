@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from polylane.checkpoint.store import open_checkpoint
 from polylane.cluster.catalogue import device_presets
 from polylane.commands import planning
 from polylane.commands import user_inputs as inputs
 from polylane.commands.launching.cluster_job import (
+    END_SECONDS,
     REQUEUE_CODE,
+    START_SECONDS,
     STEP_SECONDS,
     WRONG_INPUT,
     CheckpointCost,
@@ -45,7 +48,18 @@ MOST_NAME = 40  # letters: a JobSet makes names of pods from it, which have 63 a
 GPU_CPUS = 8  # cores beside a GPU, for the loader's processes
 WORKER_BYTES = 6 * 2**30  # of a process with torch and a CUDA context
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
-_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
+_TIME = re.compile(r"((\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
+_WORD = r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?"
+_LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+# What a queue and a volume may be named, and what that is called.
+QUEUES: dict[LauncherName, tuple[str, str]] = {
+    "slurm": (rf"{_WORD}(,{_WORD})*", "a partition, or several as a,b, of letters, digits, hyphens and dots"),
+    "kubernetes": (rf"(?=.{{1,63}}$){_WORD}", "a name of letters, digits, hyphens and dots, at most 63"),
+}
+VOLUMES: dict[LauncherName, tuple[str, str]] = {
+    "skypilot": (_WORD, "a name of letters, digits, hyphens and dots"),
+    "kubernetes": (rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*", "a claim's name, of lower-case letters, digits, hyphens"),
+}
 
 
 def build_job(request: LaunchRequest) -> ClusterJob:
@@ -66,6 +80,7 @@ def build_job(request: LaunchRequest) -> ClusterJob:
     _check_training(request, folder, restarts)
     state = measure_state(request, folder, plan.data if plan.sync.every > 1 else 1)
     grace = _choose_grace(request, state)
+    _check_time(request, grace)
     return ClusterJob(
         request=request,
         name=name,
@@ -96,10 +111,14 @@ def _check_options(request: LaunchRequest) -> None:
             "--max-restarts: the runtime of a TrainJob says how often pods are restarted: leave it out, or take "
             "--on jobset"
         )
-    for option in ("volume", "queue"):
-        value = getattr(request, option)
-        if value is not None and not re.fullmatch(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?", value, re.ASCII):
-            raise PolylaneError(f"--{option} {value!r}: give a name of letters, digits, hyphens and dots")
+    if request.image is not None and not re.fullmatch(r"\S+", request.image):
+        raise PolylaneError(f"--image {request.image!r}: give the name of an image, which has no blanks")
+    for option, value, rules in (("queue", request.queue, QUEUES), ("volume", request.volume, VOLUMES)):
+        if value is None:
+            continue
+        pattern, form = rules.get(request.launcher, rules["kubernetes"])
+        if not re.fullmatch(pattern, value, re.ASCII):
+            raise PolylaneError(f"--{option} {value!r}: give {form}")
     if request.time is not None and not _TIME.fullmatch(request.time):
         raise PolylaneError(f"--time {request.time!r}: give a time as Slurm reads it, such as 12:00:00 or 2-00:00:00")
     if "workers" in request.values:
@@ -122,12 +141,25 @@ def _check_training(request: LaunchRequest, folder: Path, restarts: int) -> None
         raise PolylaneError(
             f"--on-hang restart: --on {request.launcher} itself starts a run again that a hang has ended: leave it out"
         )
+    resume = request.training.saving.resume
+    # Slurm and SkyPilot have the files of this folder; other paths may be there on the cluster alone.
+    if resume not in (None, "", "auto") and request.launcher in ("slurm", "skypilot"):
+        _check_checkpoint(Path(resume))
     saving = replace(request.training.saving, max_restarts=restarts if starts_again else 0)
     training = replace(request.training, run_folder=folder, saving=saving)
     if isinstance(training, TrainRequest):
         complete_training(training, Launch())
     else:
         complete_options(training, Launch())
+
+
+def _check_checkpoint(path: Path) -> None:
+    if path.is_absolute():
+        return
+    try:
+        open_checkpoint(path)
+    except PolylaneError as error:
+        raise PolylaneError(f"--resume {path}: {error}; if the cluster alone has it, give its whole path") from None
 
 
 def _is_one_node(request: LaunchRequest) -> bool:
@@ -180,8 +212,11 @@ def _choose_name(request: LaunchRequest) -> str:
     program = request.program
     stem = Path(program).stem if program.endswith(".py") else program.rpartition(".")[2]
     text = stem if request.run_folder is None else request.run_folder.name
-    label = re.sub(r"[^a-z0-9]+", "-", text.lower())
-    return label.lstrip("-0123456789")[:MOST_NAME].strip("-") or "training"
+    label = re.sub(r"[^a-z0-9]+", "-", text.lower()).lstrip("-0123456789")[:MOST_NAME].strip("-")
+    # Where letters would be left out, other trainings would have the same name, and so the same folder.
+    if not label or any(letter.isalpha() and not letter.isascii() for letter in text):
+        raise PolylaneError(f"{text!r} cannot be the job's name, which is of the letters a to z: give it with --name")
+    return label
 
 
 def _choose_grace(request: LaunchRequest, state: CheckpointCost) -> int:
@@ -194,6 +229,29 @@ def _choose_grace(request: LaunchRequest, state: CheckpointCost) -> int:
             f"--grace {grace:g}: saving a checkpoint takes {state.seconds:.2g} s ({state.source}): give more"
         )
     return math.ceil(grace)
+
+
+def _check_time(request: LaunchRequest, grace: int) -> None:
+    """Check that a job's time limit leaves time before the signal of its end."""
+    limit = 0 if request.time is None else _count_seconds(request.time)
+    least = START_SECONDS + grace + END_SECONDS
+    if 0 < limit < least:  # 0: Slurm has no limit then
+        raise PolylaneError(
+            f"--time {request.time}: is {limit} s, and the signal to save a checkpoint comes {grace + END_SECONDS} s "
+            f"before the end: give at least {-(-least // 60)} minutes"
+        )
+
+
+def _count_seconds(time: str) -> int:
+    """Return the seconds of a time of Slurm: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    match = _TIME.fullmatch(time)
+    assert match is not None  # was checked with the options
+    days, *parts = match.group(2, 3, 4, 5)
+    numbers = [int(part) for part in parts if part is not None]
+    if days is None and len(numbers) < 3:
+        numbers = [0, *numbers]
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _choose_memory(request: LaunchRequest, device: str, workers: int, state: CheckpointCost) -> int | None:
@@ -212,7 +270,10 @@ def _choose_mount(request: LaunchRequest, folder: Path) -> str:
         return ""
     # A relative one is in the image's folder; SkyPilot copies the user's files elsewhere.
     parent = (PurePosixPath() if request.launcher == "skypilot" else CODE) / PurePosixPath(folder).parent
-    if not parent.is_absolute() or parent == CODE or len(parent.parts) < 2 or ".." in parent.parts:
+    if ":" in str(parent):
+        raise PolylaneError(f"--run {folder}: a folder of a container has no colon in its path: give another one")
+    is_wrong = not parent.is_absolute() or parent == CODE or len(parent.parts) < 2 or ".." in parent.parts
+    if is_wrong or parent.parts[1] in ("dev", "proc", "sys"):  # which the container itself has
         raise PolylaneError(f"--run {folder}: name a folder on the volume, such as /runs/{folder.name or 'a'}")
     return str(parent)
 

@@ -14,6 +14,7 @@ REQUEUE_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
 WRONG_INPUT = 2
 STEP_SECONDS = 30  # of the longest step, which is not known before the training
 PORT = 29500  # at which torchrun's agents meet
+START_SECONDS = 120  # for workers to begin; Slurm's signal may come a minute before its time
 END_SECONDS = 30  # from the end of --grace to the launcher's own: for the last files, and Python's end
 
 

@@ -6,6 +6,7 @@ runtime sets and a JobSet is given here. Its exit code is that of the first work
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -16,10 +17,16 @@ CONTAINER = "node"  # the name that Kubeflow's runtimes have for the job and for
 RUNTIME = "torch-distributed"  # comes with Kubeflow Trainer
 SHORT = 72  # letters of a part of a manifest that is written in one line
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+# Text that is text without quotes, whichever version of YAML reads it: 1e3, 0o17, 12:30 and 10m begin with a digit, and
+# y and no are true and false to some readers only. PyYAML's own rules for quotes are those of its own reader.
+PLAIN = re.compile(r"(?!(y|n|yes|no|on|off|true|false|null)$)(--?|/)?[a-z][a-z0-9_./=-]*", re.IGNORECASE)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what is short in one line, the words of a command as one list, and lines of a shell as they are."""
+    """Writes what is short in one line, the words of a command as one list, and lines of a shell as they are.
+
+    All other text is in quotes, unless it is ``PLAIN``.
+    """
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -32,7 +39,16 @@ class _Dumper(yaml.SafeDumper):
         return super().represent_mapping(tag, mapping, _is_short(mapping))
 
     def represent_scalar(self, tag: str, value: Any, style: str | None = None) -> Any:
-        return super().represent_scalar(tag, value, "|" if "\n" in str(value) else style)
+        return super().represent_scalar(tag, value, _choose_style(value) if tag.endswith(":str") else style)
+
+
+def _choose_style(text: str) -> str | None:
+    """Return how YAML is to write a text: plain (None), in quotes, or as lines."""
+    if PLAIN.fullmatch(text):
+        return None
+    if not text.replace("\n", "").isprintable():  # some of these end lines, others are nowhere but in escapes
+        return '"'
+    return "|" if "\n" in text else "'"
 
 
 def _is_short(data: Any) -> bool:
@@ -142,8 +158,8 @@ def _build_job_spec(job: ClusterJob, environment: dict[str, Any]) -> dict[str, A
 
 
 def _build_container(job: ClusterJob) -> dict[str, Any]:
-    # A list of words and no shell: SIGTERM comes to polylane. Kubernetes would expand $(NAME).
-    words = [word.replace("$(", "$$(") for word in job.command]
+    # A list of words and no shell: SIGTERM comes to polylane. Kubernetes expands $(NAME), and takes $$ for $.
+    words = [word.replace("$", "$$") for word in job.command]
     requests: dict[str, Any] = {"cpu": job.cpus}
     if job.gibibytes is not None:
         requests["memory"] = f"{job.gibibytes}Gi"
