@@ -159,7 +159,7 @@ def _check_checkpoint(path: Path) -> None:
     try:
         open_checkpoint(path)
     except PolylaneError as error:
-        raise PolylaneError(f"--resume {path}: {error}; if the cluster alone has it, give its whole path") from None
+        raise PolylaneError(f"--resume: {error}; if the cluster alone has it, give its whole path") from None
 
 
 def _is_one_node(request: LaunchRequest) -> bool:
@@ -215,7 +215,10 @@ def _choose_name(request: LaunchRequest) -> str:
     label = re.sub(r"[^a-z0-9]+", "-", text.lower()).lstrip("-0123456789")[:MOST_NAME].strip("-")
     # Where letters would be left out, other trainings would have the same name, and so the same folder.
     if not label or any(letter.isalpha() and not letter.isascii() for letter in text):
-        raise PolylaneError(f"{text!r} cannot be the job's name, which is of the letters a to z: give it with --name")
+        raise PolylaneError(
+            f"{text!r} cannot be the job's name, which begins with a letter and has only those from a to z: give one "
+            "with --name"
+        )
     return label
 
 
@@ -234,11 +237,11 @@ def _choose_grace(request: LaunchRequest, state: CheckpointCost) -> int:
 def _check_time(request: LaunchRequest, grace: int) -> None:
     """Check that a job's time limit leaves time before the signal of its end."""
     limit = 0 if request.time is None else _count_seconds(request.time)
-    least = START_SECONDS + grace + END_SECONDS
-    if 0 < limit < least:  # 0: Slurm has no limit then
+    minimum = START_SECONDS + grace + END_SECONDS
+    if 0 < limit < minimum:  # 0: Slurm has no limit then
         raise PolylaneError(
             f"--time {request.time}: is {limit} s, and the signal to save a checkpoint comes {grace + END_SECONDS} s "
-            f"before the end: give at least {-(-least // 60)} minutes"
+            f"before the end: give at least {-(-minimum // 60)} minutes"
         )
 
 
