@@ -31,8 +31,7 @@ class LinkFlow:
     """Cost of one link: ``(per_byte + copies) · s + per_root · sqrt(s)`` seconds for a value of ``s`` bytes.
 
     The root term is the ramp of pipelined steps (see :class:`polylane.cluster.link.Link`); ``copies`` are those into
-    and
-    out of buffers.
+    and out of buffers.
     """
 
     per_byte: float

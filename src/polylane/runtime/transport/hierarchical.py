@@ -12,7 +12,8 @@ in a group, the first worker of each host has everything as its part of an all-r
 torch.distributed alone; so does all-to-all, whose pieces go over the network once in any case.
 
 A separate thread runs these steps, in the order in which the collectives were started: they proceed whatever this
-worker's main thread is waiting for.
+worker's main thread is waiting for. One thread is enough: the workers of a stage run the same program, and so start
+the collectives of all its groups in one order.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class HierarchicalTransport:
         # thread-safe, and the order of collectives inside each stays that of one thread.
         self._inside_host = shared_memory.SharedMemoryTransport(hub, world, near, host_groups)
         self._between_hosts: c10d.C10dTransport = c10d.C10dTransport(world, far, beyond, tag, own_groups)
-        # A sum over hosts is counted once, by bytes_sent: the transports of its steps keep counters that nobody reads.
+        # A collective over hosts is counted once, as it is started: the transports of its steps count for nobody.
         self._inside_host.counters = self._between_hosts.counters = self.counters
         self._steps = shared_memory.SharedMemoryTransport(hub, world, (), steps)
         self._across = c10d.C10dTransport(world, (), across, tag, own_groups=True)
