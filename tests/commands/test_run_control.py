@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from polylane.runtime.checkpoint.run_control import (
 )
 from polylane.runtime.checkpoint.save import Position
 from polylane.runtime.progress_page import UNWATCHED
+from polylane.runtime.workers.stop_request import StopRequest
 
 WORLD = SimpleNamespace(progress=UNWATCHED)
 
@@ -94,9 +96,12 @@ def test_a_checkpoint_is_begun_whenever_one_is_due_whatever_became_of_the_one_be
         world=WORLD,
         begin_checkpoint=begin,
     )
-    control = RunControl(job, Path("x"), SaveInterval(steps=3), 3, lambda: position.step == 10, said.append, dict)
+    stop = StopRequest()
+    control = RunControl(job, Path("x"), SaveInterval(steps=3), 3, stop, said.append, dict)
     while not control.is_over:
         position.step += 1
+        if position.step == 10:
+            stop.set(signal.SIGTERM)
         control._next = position.step  # they agree after every step: how long a step takes is of no interest here
         control.agree()
     assert saver.begun == [3, 6, 9, 10]
@@ -137,7 +142,7 @@ def test_a_save_waits_for_the_one_before(writing: int, most: int) -> None:
     saver, job = SlowSaver(writing), SimpleNamespace(position=Position(), apart=False, world=WORLD)
     job.plan, job.open_saver = SimpleNamespace(processes=2), lambda folder, keep: saver
     job.begin_checkpoint = lambda saver, facts: saver.begin(job.position.step)
-    control = RunControl(job, Path(), SaveInterval(steps=5), 3, lambda: False, None, dict)  # type: ignore[arg-type]
+    control = RunControl(job, Path(), SaveInterval(steps=5), 3, StopRequest(), None, dict)  # type: ignore[arg-type]
     lost = 0
     for step in range(1, 41):
         job.position = Position(step)
@@ -152,7 +157,7 @@ def test_nobody_saves_what_one_would_not_go_on_from() -> None:
     """A worker knows that a loss is not finite; a dedicated server, which has none, does not."""
     saver, job = SlowSaver(0), SimpleNamespace(position=Position(5), apart=False, world=WORLD)
     job.plan, job.open_saver = SimpleNamespace(processes=2), lambda folder, keep: saver
-    control = RunControl(job, Path(), SaveInterval(steps=5), 3, lambda: False, None, dict)  # type: ignore[arg-type]
+    control = RunControl(job, Path(), SaveInterval(steps=5), 3, StopRequest(), None, dict)  # type: ignore[arg-type]
     control._saved_step, saver.advance = 0, lambda own: [own, False]  # type: ignore[method-assign]
     control.save(wait=True)
     assert saver.newest_step == 0
