@@ -96,6 +96,13 @@ def test_a_silent_host_is_lost_as_soon_as_a_connection_has_broken() -> None:
     assert not judge([asks, RankRecord(1, doing=Doing.GONE)], {1: 3.1}).is_hang  # its host has said that it ended
 
 
+def test_none_of_several_hosts_is_blamed_where_nothing_is_heard_of_any() -> None:
+    state = RankState(Wait("all", 3, (0, 1, 2)), {"all": 3})
+    asks = replace(stalled(0, state, 0.5), asks=True)
+    found = judge([asks], {1: 3.1, 2: 3.1}, knows_lost=False)
+    assert found.is_hang and found.finding.elsewhere == (1, 2) and not found.culprits and not found.is_lost
+
+
 def test_who_is_heard_and_goes_on_is_not_blamed() -> None:
     waits = stalled(0, RankState(Wait("all", 3, (0, 1)), {"all": 3}))
     found = judge([waits, RankRecord(1)])

@@ -98,18 +98,22 @@ class StallJudgement:
         return tuple(sorted(finding.link.ranks if finding.link else finding.circle))
 
 
-def judge(records: Iterable[RankRecord], silences: Mapping[int, float] | None = None) -> StallJudgement:
+def judge(
+    records: Iterable[RankRecord], silences: Mapping[int, float] | None = None, knows_lost: bool = True
+) -> StallJudgement:
     """Judge ranks that stand still.
 
     Args:
         records: the ranks of which something is known: those of one host, or of all hosts that are heard.
         silences: by rank of a host that is silent, the seconds since it was heard of.
+        knows_lost: whether a silent host may be called lost; False: nothing is heard of any host, also of those that
+            live.
     """
     rank_records = {record.rank: record for record in records}
     states = {rank: record.state for rank, record in rank_records.items() if record.doing is not Doing.GONE}
     lost = tuple(sorted((silences or {}).keys() - rank_records.keys()))
     if lost and any(record.asks for record in rank_records.values()):
-        return StallJudgement(Finding(elsewhere=lost, waits_for=dict.fromkeys(states, lost)), True, True)
+        return StallJudgement(Finding(elsewhere=lost, waits_for=dict.fromkeys(states, lost)), True, knows_lost)
     finding = find_culprits(without_onlookers(states, {rank: record.phase for rank, record in rank_records.items()}))
     if finding.elsewhere:
         silent = _find_silent(finding, rank_records, silences or {})

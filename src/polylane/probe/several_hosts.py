@@ -46,7 +46,7 @@ _TRANSFER_SECONDS = 0.15  # of the largest message that is measured, so that a s
 _ALL_SHARE = 0.95  # of the sum of what workers reach alone, from which on they do not share a card
 
 
-Kind = tuple[str, int, int]
+HostKind = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class HostWorkers:
     cores: int
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> HostKind:
         """What hosts that are measured once have in common: devices, cores, and the number of workers."""
         return self.device, self.cores, len(self.ranks)
 
@@ -218,7 +218,7 @@ def find_racks(count: int, pairs: Sequence[PairMeasurement]) -> list[int]:
 
 def find_speeds(hosts: Sequence[HostWorkers], facts: Sequence[WorkerHealth]) -> dict[int, float]:
     """Return the speed factor of each rank whose device is not as fast as that of the host that stands for its kind."""
-    usual: dict[Kind, float] = {}
+    usual: dict[HostKind, float] = {}
     speeds = dict[int, float]()
     for host in hosts:
         times = [facts[rank].matmul_seconds for rank in host.ranks]
@@ -238,13 +238,13 @@ def _measure_machines(
     speaks_for: int | None,
     effort: Effort,
     tick: Told,
-) -> dict[Kind, MeasuredMachine]:
+) -> dict[HostKind, MeasuredMachine]:
     """Return one measured host of each kind; they take turns.
 
     Raises:
         PolylaneError: one cannot be measured.
     """
-    machines = dict[Kind, MeasuredMachine]()
+    machines = dict[HostKind, MeasuredMachine]()
     for number, host in enumerate(hosts):
         if host.kind in machines:
             continue
@@ -278,7 +278,7 @@ def _from_text(text: str) -> MeasuredMachine:
 def _list_groups(
     hosts: Sequence[HostWorkers],
     racks: Sequence[int],
-    machines: dict[Kind, MeasuredMachine],
+    machines: dict[HostKind, MeasuredMachine],
 ) -> list[Hosts]:
     """Return the groups of equal hosts that follow each other."""
     groups = list[Hosts]()

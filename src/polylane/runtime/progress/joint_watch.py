@@ -125,9 +125,9 @@ class JointWatch(HangWatch):
         parting = judge_calls((*records, *other_records))
         if parting is not None and (is_store_silent or heard.judge == self._place.own or self._has_waited()):
             self._lead_calls(parting)
-        judgement = judge((*records, *other_records), silences)
-        if is_store_silent and len(self._place.hosts) > 2:  # of the others nothing is heard, also of those that live
-            judgement = replace(judgement, is_lost=False)
+        # Of several others nothing is heard through a silent store, also of those that live.
+        knows_lost = not is_store_silent or len(self._place.hosts) == 2
+        judgement = judge((*records, *other_records), silences, knows_lost)
         self._forget_named((*records, *other_records))
         if not judgement.is_hang:
             self._alone_since = None

@@ -152,15 +152,15 @@ class HierarchicalTransport:
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> PendingTransfer:
         members = protocol.normalize_group(ranks, self.size)
-        climb = self._host_trees.get(members)
-        if climb is None:
+        tree = self._host_trees.get(members)
+        if tree is None:
             return self._transport_of(members).all_reduce(tensor, members)
         protocol.require_summable(tensor)
         if tensor.numel() == 0:
             return FinishedTransfer(tensor)
         wire = protocol.make_contiguous(tensor)
-        self.counters.count_sent("all_reduce", wire, climb.bytes_sent(wire.numel(), wire.element_size()))
-        future, target = self._thread.submit(self._sum_over_hosts, wire.view(-1), climb), tensor.detach()
+        self.counters.count_sent("all_reduce", wire, tree.bytes_sent(wire.numel(), wire.element_size()))
+        future, target = self._thread.submit(self._sum_over_hosts, wire.view(-1), tree), tensor.detach()
 
         def finish() -> Tensor:
             future.result()
@@ -168,15 +168,15 @@ class HierarchicalTransport:
 
         return Deferred(finish)
 
-    def _sum_over_hosts(self, wire: Tensor, climb: HostTree) -> None:
+    def _sum_over_hosts(self, wire: Tensor, tree: HostTree) -> None:
         """Run the three steps of a sum, in place, in the sums' own thread."""
-        sizes, alone = climb.part_sizes(wire.numel()), len(climb.host_ranks) == 1
-        part = wire if alone else self._steps.reduce_scatter(wire, climb.host_ranks, sizes).wait()
+        sizes, alone = tree.part_sizes(wire.numel()), len(tree.host_ranks) == 1
+        part = wire if alone else self._steps.reduce_scatter(wire, tree.host_ranks, sizes).wait()
         # Workers without a part still take part in steps 1 and 3.
         if part.numel():
-            self._across.all_reduce(part, climb.cross_ranks).wait()
+            self._across.all_reduce(part, tree.cross_ranks).wait()
         if not alone:
-            wire.copy_(self._steps.all_gather(part, climb.host_ranks, sizes).wait())
+            wire.copy_(self._steps.all_gather(part, tree.host_ranks, sizes).wait())
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> PendingTransfer:
         tree, ranks = self._even_tree(ranks), tuple(ranks)
