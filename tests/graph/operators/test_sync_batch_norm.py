@@ -46,6 +46,15 @@ def test_numbers_of_16_bits_are_normalized_in_32_and_stay_16(dtype: torch.dtype,
         torch.testing.assert_close(seen.double(), expected, rtol=rounding, atol=rounding)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_no_channels_are_normalized(dtype: torch.dtype) -> None:
+    part = SampleSlice(4, batch=8, sum_replicas=lambda sums: sums.add_(4))
+    x = torch.zeros(4, 0, dtype=dtype, requires_grad=True)
+    result = batch_norm(part, x, torch.ones(0), torch.zeros(0), None, None, True, 0.1, 1e-5, False)
+    result.sum().backward()
+    assert result.shape == (4, 0) and result.dtype == dtype and x.grad is not None and x.grad.shape == (4, 0)
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4), (2, 3, 0), (0, 3, 2, 2)])
 def test_a_replica_without_values_takes_part_and_counts_for_nothing(shape: tuple[int, ...]) -> None:
     """torch's own kernels refuse such tensors, or divide by their number of values."""

@@ -109,6 +109,8 @@ def _normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
 ) -> Tensor:
     """Return (x - mean) / sqrt(variance + eps) * weight + bias by channel, in one pass over x."""
+    if x.numel() == 0:  # torch's kernel looks at the first channel's weight, which may not be there
+        return x.clone()
     weight, bias = (None if factor is None else factor.to(x.dtype) for factor in (weight, bias))
     return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False)
 
